@@ -1,0 +1,233 @@
+"""Times, operators, bytes and traces of each arm.
+
+Arms take turns in blocks of a few steps, because switching the plugin between two arms has a cost
+that belongs to neither; the first steps of a block are not timed. Every round runs all arms, each
+round in the other direction, and its times are compared within the round only, so that a machine
+which gets slower or faster meanwhile spoils one round and not the result.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_skip1.bench import arms
+from fsdp_skip1.bench.data import Batches
+from fsdp_skip1.bench.models import SIZES
+from fsdp_skip1.bench.results import Arm, Comparison, Spread
+
+if TYPE_CHECKING:
+    from fsdp_skip1.bench.arms import Trainer
+    from fsdp_skip1.bench.options import Options
+
+BLOCK = 5
+"""Timed steps of one arm before the next arm's turn."""
+
+WARM_UP = 2
+"""Steps before those."""
+
+ALLOCATORS = frozenset(
+    ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_")
+)
+UNTOUCHED = ALLOCATORS | frozenset(("_unsafe_view", "_reshape_alias", "set_"))
+"""Operators beside views that leave tensor data alone."""
+
+
+def compare(
+    options: Options, model: str, device: torch.device, progress: Callable[[], None]
+) -> Comparison:
+    """Measure all arms of one model. Every rank calls this, and gets the same answer but for times."""
+    size = SIZES[model]
+    batches = Batches(size.batch, size.length, dist.get_rank(), device)
+    trainers = arms.build(options, model, device, batches)
+    parameters = sum(p.numel() for p in trainers[0].module.parameters())
+    for trainer in trainers:
+        _try_out(trainer)
+    working = [trainer for trainer in trainers if trainer.failure is None]
+    gc.collect()
+    gc.freeze()  # collections go on, but each arm pays for its own garbage only
+    times: dict[str, list[float]] = {trainer.name: [] for trainer in working}
+    for block in _blocks(options.steps):
+        for trainer in working if len(times[working[0].name]) % 2 == 0 else reversed(working):
+            times[trainer.name].append(_block(trainer, block, device))
+            progress()
+    gc.unfreeze()
+
+    results = []
+    baseline = trainers[0]
+    base_ops, base_allocated, base_peak = Counter[str](), 0, 0
+    for trainer in trainers:
+        arm = Arm(trainer.name, trainer.title, trainer.reference, failure=trainer.failure)
+        results.append(arm)
+        if trainer.failure is not None:
+            continue
+        with trainer.setting():
+            for _ in range(WARM_UP):
+                trainer.finish(trainer.step())
+            ops = _count(trainer)
+            allocated, peak = _memory(trainer, device)
+            if options.trace:
+                _trace(trainer, device, options, model)
+        if trainer is baseline:
+            base_ops, base_allocated, base_peak = ops, allocated, peak
+        arm.collectives = _collectives(ops)
+        arm.data_ops = _beyond(_data_ops(ops), _data_ops(base_ops))
+        arm.allocated, arm.peak = allocated - base_allocated, peak - base_peak
+        arm.milliseconds = [1000 * seconds for seconds in times[trainer.name]]
+        pairs = zip(times[trainer.name], times[baseline.name], strict=True)
+        arm.ratio = Spread.of([ours / base for ours, base in pairs])
+        arm.losses = _of_all_ranks(trainer.losses)
+    comparison = Comparison(model, parameters, size.batch * size.length, results)
+    comparison.judge()
+    return comparison
+
+
+def rounds(steps: int) -> int:
+    """How many turns an arm takes."""
+    return len(_blocks(steps))
+
+
+def _blocks(steps: int) -> list[int]:
+    full, rest = divmod(steps, BLOCK)
+    return [BLOCK] * full + ([rest] if rest else [])
+
+
+def _try_out(trainer: Trainer) -> None:
+    """First steps; some stock releases cannot run some arms, and the others still can be compared."""
+    try:
+        with trainer.setting():
+            for _ in range(WARM_UP):
+                trainer.finish(trainer.step())
+    except RuntimeError as error:
+        trainer.failure = f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _block(trainer: Trainer, steps: int, device: torch.device) -> float:
+    """The median time of a step, by the slowest rank."""
+    seconds = []
+    with trainer.setting():
+        gc.collect()
+        for number in range(WARM_UP + steps):
+            if number == WARM_UP and dist.get_world_size() > 1:
+                dist.barrier()
+            _synchronize(device)
+            start = time.perf_counter()
+            loss = trainer.step()
+            _synchronize(device)
+            seconds.append(time.perf_counter() - start)
+            trainer.finish(loss)
+    return max(_of_all_ranks(statistics.median(seconds[WARM_UP:])))
+
+
+class _Ops(TorchDispatchMode):
+    """Counts operators, on local tensors, by their full name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor goes on to call the operator on its local tensor
+        if not func.is_view:
+            self.counts[str(func._overloadpacket)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _count(trainer: Trainer) -> Counter[str]:
+    with _Ops() as ops:
+        loss = trainer.step()
+    trainer.finish(loss)
+    return ops.counts
+
+
+def _collectives(ops: Counter[str]) -> dict[str, int]:
+    """Those that FSDP2 and DDP issue; waiting for one is not one."""
+    names = {op: op.partition(".")[2].strip("_") for op in ops if op.startswith(("c10d.", "_c10d"))}
+    return {name: ops[op] for op, name in names.items() if "wait" not in name}
+
+
+def _data_ops(ops: Counter[str]) -> Counter[str]:
+    """Those that read or write tensor data, other than collectives."""
+    found = Counter[str]()
+    for op, number in ops.items():
+        namespace, _, name = op.partition(".")
+        if namespace not in ("c10d", "_c10d_functional", "profiler") and name not in UNTOUCHED:
+            found[op] = number
+    return found
+
+
+def _beyond(ours: Counter[str], base: Counter[str]) -> dict[str, int]:
+    ours = Counter(ours)
+    ours.subtract(base)
+    return {op: number for op, number in sorted(ours.items()) if number}
+
+
+def _memory(trainer: Trainer, device: torch.device) -> tuple[int, int]:
+    """Bytes allocated in one step, and the most that were alive beyond the step's start."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_stats(device)["allocated_bytes.all.allocated"]
+        start = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        loss = trainer.step()
+        torch.cuda.synchronize(device)
+        after = torch.cuda.memory_stats(device)["allocated_bytes.all.allocated"]
+        peak = torch.cuda.max_memory_allocated(device) - start
+        trainer.finish(loss)
+        return after - before, peak
+    # The profiler hears of every allocation, also of those that no operator makes.
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        loss = trainer.step()
+    events = profiler.profiler.kineto_results.events()
+    sizes = [event.nbytes() for event in events if event.name() == "[memory]"]
+    trainer.finish(loss)
+    alive = peak = 0
+    for size in sizes:
+        alive += size
+        peak = max(peak, alive)
+    return sum(size for size in sizes if size > 0), peak
+
+
+def _trace(trainer: Trainer, device: torch.device, options: Options, model: str) -> None:
+    assert options.trace is not None
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
+        for _ in range(2):
+            with record_function(f"step ({trainer.title})"):
+                loss = trainer.step()
+                _synchronize(device)
+            trainer.finish(loss)
+    if dist.get_rank() == 0:
+        options.trace.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(options.trace / f"{model}-{trainer.name}.json"))
+
+
+def _of_all_ranks(value: Any) -> list[Any]:
+    if dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,179 @@
+"""What each parameter group needs on a shard mesh of size 1, and why.
+
+:func:`plan_group` looks at a group and decides; it changes nothing. ``unshard`` and ``reduce``
+carry the decision out, ``report`` prints the same value.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fsdp_skip1.releases import missing_attributes, storage_holders
+
+if TYPE_CHECKING:
+    from fsdp_skip1.releases import Fsdp2
+
+
+class How(enum.Enum):
+    """How one parameter is unsharded."""
+
+    SHARE = "shared"  # a view of the sharded parameter's memory
+    COPY = "copied"  # a private buffer, same dtype
+    CAST = "cast"  # a private buffer in the policy's param_dtype
+    TRANSFER = "transferred"  # from the host, then cast if need be
+    EXTENSION = "extension"  # through the tensor subclass's own hooks
+    TORCH = "left to torch"
+
+
+@dataclass(frozen=True)
+class ParamPlan:
+    """How one parameter is unsharded, and the reason in words."""
+
+    how: How
+    reason: str
+    # The private buffer from before is still in use by a graph: look again at the next unshard.
+    provisional: bool = False
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """The decision for one parameter group.
+
+    Attributes:
+        shard_size: size of the group's shard mesh dimension; 1 where there is none.
+        replicas: size of its replicate dimension; 1 where there is none.
+        params: one plan a parameter, in the order of ``group.fsdp_params``.
+        left_to_torch: the reason why torch's own methods run, or None.
+        way_out: what would change that, or None.
+    """
+
+    shard_size: int
+    replicas: int
+    params: tuple[ParamPlan, ...]
+    left_to_torch: str | None = None
+    way_out: str | None = None
+    # Something of ours is not as expected, rather than simply not our business.
+    unexpected: bool = False
+
+
+def shard_mesh_size(fsdp2: Fsdp2, mesh_info: Any) -> int | None:
+    """Size of the shard mesh dimension; 1 for a replicate-only mesh, None if unknown."""
+    if fsdp2.is_shard_mesh(mesh_info):
+        return int(mesh_info.shard_mesh_size)
+    if fsdp2.is_replicate_only(mesh_info):
+        return 1
+    return None
+
+
+def replicate_mesh_size(mesh_info: Any) -> int:
+    """Size of the replicate mesh dimension, 1 where there is none."""
+    return int(getattr(mesh_info, "replicate_mesh_size", 1))
+
+
+def plan_group(fsdp2: Fsdp2, group: Any, *, zero_copy: bool) -> GroupPlan:
+    """Decide what ``group`` (a torch ``FSDPParamGroup``) needs. Changes nothing."""
+    missing = missing_attributes(group)
+    if missing:
+        return GroupPlan(
+            0,
+            1,
+            (),
+            left_to_torch=f"this torch's FSDP2 lacks {', '.join(missing)}",
+            way_out="use a torch release that the plugin supports",
+            unexpected=True,
+        )
+    mesh_info = group.mesh_info
+    shard_size = shard_mesh_size(fsdp2, mesh_info)
+    replicas = replicate_mesh_size(mesh_info)
+    if shard_size is None:
+        return GroupPlan(
+            0,
+            replicas,
+            (),
+            left_to_torch=f"unknown kind of mesh {type(mesh_info).__name__}",
+            unexpected=True,
+        )
+    if shard_size != 1:
+        return GroupPlan(
+            shard_size,
+            replicas,
+            (),
+            left_to_torch=f"the shard mesh has size {shard_size}",
+            way_out="nothing: parameters really are sharded here",
+        )
+    reason = special_case(group.fsdp_params)
+    if reason is not None:
+        return GroupPlan(1, replicas, (), left_to_torch=reason)
+    return GroupPlan(
+        1, replicas, tuple(plan_param(fsdp_param, zero_copy) for fsdp_param in group.fsdp_params)
+    )
+
+
+def special_case(fsdp_params: list[Any]) -> str | None:
+    """Kinds of parameters whose handling stays torch's, or None."""
+    for fsdp_param in fsdp_params:
+        if getattr(fsdp_param, "is_spmd_types", False):
+            return "parameters annotated with spmd_types"
+    return None
+
+
+def plan_param(fsdp_param: Any, zero_copy: bool) -> ParamPlan:
+    """Decide how one ``FSDPParam`` is unsharded."""
+    data = fsdp_param._sharded_param_data
+    if hasattr(fsdp_param.sharded_param._local_tensor, "fsdp_pre_all_gather"):
+        return ParamPlan(How.EXTENSION, f"{type(data).__name__} brings its own all-gather hooks")
+    if data.device.type == "meta":
+        return ParamPlan(How.COPY, "still on the meta device")
+    if _differs(data.device, fsdp_param.device):
+        return ParamPlan(How.TRANSFER, f"offloaded to {data.device}, computed on {fsdp_param.device}")
+    dtype = unsharded_dtype(fsdp_param)
+    if dtype != data.dtype:
+        return ParamPlan(How.CAST, f"kept in {_short(data.dtype)}, computed in {_short(dtype)}")
+    if type(data) is not torch.Tensor:
+        return ParamPlan(How.COPY, f"a {type(data).__name__} cannot lend its memory")
+    if data.is_inference():
+        return ParamPlan(How.COPY, "made in inference mode, which training cannot use")
+    if not zero_copy:
+        return ParamPlan(How.COPY, "zero_copy=False keeps a private copy")
+    if data.numel() != fsdp_param._orig_size.numel():
+        return ParamPlan(How.COPY, "the sharded parameter is padded")
+    if _private_buffer_in_use(fsdp_param):
+        return ParamPlan(
+            How.COPY, "a graph from before still holds the private buffer", provisional=True
+        )
+    return ParamPlan(How.SHARE, "the sharded parameter is the whole parameter")
+
+
+def unsharded_dtype(fsdp_param: Any) -> torch.dtype:
+    """The dtype that forward and backward compute in."""
+    data_dtype: torch.dtype = fsdp_param._sharded_param_data.dtype
+    if hasattr(fsdp_param, "param_dtype"):  # resolved by FSDP2's lazy initialization
+        return fsdp_param.param_dtype or data_dtype
+    wanted: torch.dtype | None = getattr(fsdp_param.mp_policy, "param_dtype", None)
+    return wanted if wanted is not None and data_dtype.is_floating_point else data_dtype
+
+
+def _private_buffer_in_use(fsdp_param: Any) -> bool:
+    """Whether someone besides FSDP2 holds the buffer that torch unsharded into.
+
+    The buffer and the unsharded parameter over it hold its storage. A third holder is a view
+    that autograd saved (``W.t()``, say); it must find the parameter there again in backward.
+    """
+    unsharded = getattr(fsdp_param, "_unsharded_param", None)
+    buffers = fsdp_param.all_gather_outputs
+    return unsharded is not None and len(buffers) == 1 and storage_holders(buffers[0]) > 2
+
+
+def _differs(left: torch.device, right: torch.device) -> bool:
+    if left.type != right.type:
+        return True
+    # ``cuda`` and ``cuda:0`` are one device as long as it is the current one.
+    return left.index is not None and right.index is not None and left.index != right.index
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

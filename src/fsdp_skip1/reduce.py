@@ -1,0 +1,345 @@
+"""Carries the plan out after backward: ``foreach_reduce`` for a shard mesh of size 1.
+
+With one rank to scatter over, the unsharded gradient is the sharded gradient. What is left to
+do is a division, if the user asked for one; a cast, if the dtypes differ; an all-reduce, if
+there are replicas; and the hooks.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_skip1.counters import counters
+from fsdp_skip1.plan import shard_mesh_size, special_case
+from fsdp_skip1.releases import storage_holders
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fsdp_skip1.releases import Fsdp2, ReduceArgs, ReduceLayout
+
+
+class Reducer:
+    """``foreach_reduce`` for groups whose shard mesh has size 1; the rest stay torch's."""
+
+    def __init__(self, fsdp2: Fsdp2, layout: ReduceLayout) -> None:
+        self._fsdp2 = fsdp2
+        self._layout = layout
+
+    def foreach_reduce(
+        self, wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        call = self._layout.bind(args, kwargs)
+        if not self._is_ours(call):
+            return wrapped(*args, **kwargs)
+        if torch.autograd._profiler_enabled():
+            with torch.profiler.record_function("FSDP::reduce_scatter (skipped: shard size 1)"):
+                return self._reduce(call)
+        return self._reduce(call)
+
+    def _is_ours(self, call: ReduceArgs) -> bool:
+        if self._fsdp2.compiled_autograd_enabled():
+            return False
+        group = call.reduce_scatter_group
+        if group is not None and group.size() != 1:
+            return False
+        if special_case(call.fsdp_params) is not None:
+            return False
+        return all(
+            shard_mesh_size(self._fsdp2, fsdp_param.mesh_info) == 1
+            for fsdp_param in call.fsdp_params
+        )
+
+    @torch.no_grad()
+    def _reduce(self, call: ReduceArgs) -> tuple[Any, ...]:
+        # The caller's list owns the gradients: emptying it lets each go as soon as it is used.
+        grads = [_plain(grad) for grad in call.grads]
+        call.grads.clear()
+        counters.reduce_scatters += 1
+        counters.reduce_scatter_bytes += sum(g.numel() * g.element_size() for g in grads)
+        replicas = call.all_reduce_group
+        if replicas is not None and replicas.size() == 1 and call.all_reduce_grads:
+            if call.partial_reduce_output is None:
+                replicas = None  # an all-reduce over one rank
+        if replicas is None and call.all_reduce_hook is None:
+            return self._hand_over(call, grads)
+        return self._all_reduce(call, grads, replicas)
+
+    def _hand_over(self, call: ReduceArgs, grads: list[torch.Tensor]) -> tuple[Any, ...]:
+        """Nothing to reduce: the gradients become the sharded gradients, as they stand."""
+        division = Division.read(self._fsdp2, call, _reduce_dtype(call, grads), None)
+        factor = division.total
+        targets = [_sharded_grad_dtype(call, p, g) for p, g in zip(call.fsdp_params, grads)]
+        if factor is None:
+            steps = [_cast_steps(g.dtype, call.reduce_dtype, t) for g, t in zip(grads, targets)]
+        else:
+            reduce_dtype = _reduce_dtype(call, grads)
+            steps = [(reduce_dtype,)] * len(grads)
+        arrived, grads = grads, _cast(grads, steps, call.device)
+        for i, grad in enumerate(grads):
+            if grad is arrived[i] and (not grad.is_contiguous() or _held_elsewhere(grad)):
+                grads[i] = grad.clone(memory_format=torch.contiguous_format)
+        del arrived
+        if factor is not None:
+            torch._foreach_div_(grads, factor)
+            grads = _cast(grads, [(t,) for t in targets], call.device)
+        stream = _current_stream(call.device)
+        _accumulate(call.fsdp_params, grads, stream)
+        event = _record(stream, call.device)
+        return self._layout.result(_nothing(call.device), event, stream, event)
+
+    def _all_reduce(
+        self, call: ReduceArgs, grads: list[torch.Tensor], replicas: Any
+    ) -> tuple[Any, ...]:
+        """Flatten once into the buffer of the all-reduce; the sharded gradients then view it.
+
+        Streams are as in stock, less the copy between reduce-scatter input and output: the
+        partial sums belong to the reduce-scatter stream, the rest to the all-reduce stream.
+        """
+        device_module = torch.get_device_module(call.device)
+        reduce_dtype = _reduce_dtype(call, grads)
+        division = Division.read(self._fsdp2, call, reduce_dtype, replicas)
+        sizes = [grad.size() for grad in grads]
+        flat = _flatten(grads, reduce_dtype, call.device)
+        grads.clear()  # only after the copy may the gradients be freed
+        scatter, reduce = call.reduce_scatter_stream, call.all_reduce_stream
+        scatter.wait_stream(_current_stream(call.device))
+        with device_module.stream(scatter):
+            division.before(flat)
+            if replicas is not None:
+                partial = call.partial_reduce_output
+                if not call.all_reduce_grads:
+                    if partial is not None:
+                        partial += flat
+                    else:
+                        partial = flat
+                    event = _record(scatter, call.device)
+                    return self._layout.result(
+                        flat, event, scatter, event, partial_reduce_output=partial
+                    )
+                if partial is not None:
+                    flat += partial
+            scattered = _record(scatter, call.device)
+        reduce.wait_stream(scatter)
+        with device_module.stream(reduce):
+            if replicas is not None and replicas.size() > 1:
+                dist.all_reduce(flat, group=replicas, op=division.op)
+            if call.all_reduce_hook is not None:
+                call.all_reduce_hook(flat)
+            reduced = _record(reduce, call.device)
+            division.after(flat)
+            self._accumulate_views(call, flat, sizes, reduce)
+            done = _record(reduce, call.device)
+        # FSDP2 holds ``flat`` until ``reduced``; otherwise the next group's gradients could be
+        # flattened into the same memory while this all-reduce still runs (pytorch PR 140044).
+        return self._layout.result(flat, scattered, reduce, done, flat, reduced)
+
+    def _accumulate_views(
+        self, call: ReduceArgs, flat: torch.Tensor, sizes: Sequence[torch.Size], stream: Any
+    ) -> None:
+        views = _views(flat, sizes)
+        targets = [_sharded_grad_dtype(call, p, v) for p, v in zip(call.fsdp_params, views)]
+        _accumulate(call.fsdp_params, _cast(views, [(t,) for t in targets], call.device), stream)
+
+
+class Division:
+    """Where the gradient is divided, and by what.
+
+    A factor divides the sum over replicas once. Stock divides twice where it splits the factor
+    around the reduction (fp16, forced sums) and then copies with a division besides.
+    """
+
+    __slots__ = ("_after", "_before", "op")
+
+    def __init__(self, before: float | None, after: float | None, op: Any) -> None:
+        self._before = None if before == 1 else before
+        self._after = None if after == 1 else after
+        self.op = op
+
+    @property
+    def total(self) -> float | None:
+        """The one factor to divide by where nothing happens in between."""
+        if self._before is None or self._after is None:
+            return self._before if self._after is None else self._after
+        return self._before * self._after
+
+    def before(self, flat: torch.Tensor) -> None:
+        if self._before is not None:
+            flat.div_(self._before)
+
+    def after(self, flat: torch.Tensor) -> None:
+        if self._after is not None:
+            flat.div_(self._after)
+
+    @classmethod
+    def read(
+        cls, fsdp2: Fsdp2, call: ReduceArgs, reduce_dtype: torch.dtype, replicas: Any
+    ) -> Division:
+        """Take the split from torch, which knows it by release, dtype and device."""
+        factor = call.user_divide_factor
+        if factor is None and call.premultiplied_op is not None:
+            factor = _factor_of(call.premultiplied_op)
+        overflow_risk = reduce_dtype not in (torch.float32, torch.bfloat16)
+        if replicas is None and call.all_reduce_hook is None:
+            return cls(factor, None, None)
+        given = {
+            "reduce_scatter_group": call.reduce_scatter_group,
+            "all_reduce_group": replicas,
+            "reduce_dtype": reduce_dtype,
+            "device_type": call.device.type,
+            "factor": factor,
+            "force_sum_reduction_for_comms": call.force_sum,
+        }
+        if factor is not None and "factor" not in fsdp2.divide_factor_names:  # 2.6, 2.7
+            return cls(factor, None, dist.ReduceOp.SUM)
+        # Here torch would premultiply inside the reduce-scatter, which is skipped.
+        by_hand = factor is not None and not overflow_risk and not call.force_sum
+        if by_hand and factor != (1 if replicas is None else replicas.size()):
+            return cls(factor, None, dist.ReduceOp.SUM)
+        named = {k: v for k, v in given.items() if k in fsdp2.divide_factor_names}
+        before, after, scatter_op, op = fsdp2.divide_factors(**named)
+        if by_hand and op != dist.ReduceOp.AVG:
+            before = factor
+        return cls(before, after, op)
+
+
+def _factor_of(premultiplied: Any) -> float:
+    """The divisor inside a premultiplied-sum operation, the only place where 2.7 keeps it."""
+    _, multiplier = premultiplied.__getstate__()
+    return 1.0 / float(multiplier) if multiplier is not None else 1.0
+
+
+def _plain(grad: torch.Tensor) -> torch.Tensor:
+    """Wait for a gradient that tensor parallelism is still reducing."""
+    wait = getattr(grad, "wait", None)
+    if wait is not None and type(grad) is not torch.Tensor:
+        grad = wait()
+    return grad
+
+
+def _reduce_dtype(call: ReduceArgs, grads: Sequence[torch.Tensor]) -> torch.dtype:
+    if call.reduce_dtype is not None:
+        return call.reduce_dtype
+    # Gradients of one group can differ in dtype, e.g. when one first arrives on the last of
+    # several microbatches while the others have been accumulated.
+    dtype = grads[0].dtype
+    for grad in grads[1:]:
+        if grad.dtype != dtype:
+            dtype = _promote(dtype, grad.dtype)
+    return dtype
+
+
+def _sharded_grad_dtype(call: ReduceArgs, fsdp_param: Any, grad: torch.Tensor) -> torch.dtype:
+    """The dtype that the sharded parameter wants its gradient in."""
+    wanted: torch.dtype | None
+    if call.has_orig_dtype:
+        wanted = call.orig_dtype
+    else:
+        wanted = fsdp_param.sharded_grad_dtype  # 2.15+; None: whatever arrives
+    return grad.dtype if wanted is None else wanted
+
+
+def _cast_steps(
+    have: torch.dtype, through: torch.dtype | None, want: torch.dtype
+) -> tuple[torch.dtype, ...]:
+    """The dtypes to pass through, leaving out detours that change no bit.
+
+    A detour through a wider dtype is exact; one through a narrower dtype rounds, and stays.
+    """
+    if through is None or _promote(have, through) == through:
+        return (want,)
+    return (through, want)
+
+
+def _cast(
+    tensors: Sequence[torch.Tensor],
+    steps: Sequence[tuple[torch.dtype, ...]],
+    device: torch.device,
+) -> list[torch.Tensor]:
+    """Cast each tensor through its dtypes, one multi-tensor call a step, where one is needed."""
+    result = list(tensors)
+    for level in range(max(len(s) for s in steps)):
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for i, dtypes in enumerate(steps):
+            if level < len(dtypes) and result[i].dtype != dtypes[level]:
+                by_dtype.setdefault(dtypes[level], []).append(i)
+        for dtype, indices in by_dtype.items():
+            sources = [result[i] for i in indices]
+            flat = torch.empty(sum(t.numel() for t in sources), dtype=dtype, device=device)
+            targets = _views(flat, [t.size() for t in sources])
+            torch._foreach_copy_(targets, sources)
+            for i, target in zip(indices, targets):
+                result[i] = target
+    return result
+
+
+def _flatten(grads: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    flat = torch.empty(sum(g.numel() for g in grads), dtype=dtype, device=device)
+    torch._foreach_copy_(_views(flat, [g.size() for g in grads]), list(grads))
+    return flat
+
+
+def _views(flat: torch.Tensor, sizes: Sequence[torch.Size]) -> list[torch.Tensor]:
+    views, offset = [], 0
+    for size in sizes:
+        numel = math.prod(size)
+        views.append(flat.narrow(0, offset, numel).view(size))
+        offset += numel
+    return views
+
+
+def _held_elsewhere(grad: torch.Tensor) -> bool:
+    """Whether handing the gradient over would let two owners write to the same memory.
+
+    autograd steals gradients without looking at storages, so that two parameters can end up
+    with views of one. In a plain module, too, but stock FSDP2 copies. A gradient that is part of
+    a graph (``create_graph=True``) must not change under it either.
+    """
+    return grad.requires_grad or storage_holders(grad) > 1
+
+
+def _accumulate(fsdp_params: Sequence[Any], grads: list[torch.Tensor], stream: Any) -> None:
+    """Set or add up the sharded gradients, move offloaded ones to the host, run the hooks."""
+    for i, fsdp_param in enumerate(fsdp_params):
+        grad, grads[i] = grads[i], None  # type: ignore[call-overload]
+        sharded_param = fsdp_param.sharded_param
+        hooks = getattr(sharded_param, "_post_accumulate_grad_hooks", None)
+        existing = sharded_param.grad
+        if fsdp_param.offload_to_cpu:
+            # Only a fresh gradient that no hook will read on the host may still be in flight.
+            non_blocking = fsdp_param.pin_memory and existing is None and not hooks
+            grad = grad.to("cpu", non_blocking=non_blocking)
+            if non_blocking:
+                fsdp_param.grad_offload_event = stream.record_event()
+        if existing is not None:
+            existing._local_tensor += grad
+        else:
+            sharded_param.grad = fsdp_param.to_sharded_dtensor(grad)
+        if hooks:
+            for hook in hooks.values():
+                hook(sharded_param)
+
+
+@functools.cache
+def _promote(left: torch.dtype, right: torch.dtype) -> torch.dtype:
+    return torch.promote_types(left, right)
+
+
+@functools.cache
+def _nothing(device: torch.device) -> torch.Tensor:
+    """What stands for a reduce-scatter input where there was none."""
+    return torch.empty(0, device=device)
+
+
+def _current_stream(device: torch.device) -> Any:
+    return torch.get_device_module(device).current_stream()
+
+
+def _record(stream: Any, device: torch.device) -> Any:
+    # On the CPU everything is in order already, and streams are stand-ins.
+    return None if device.type == "cpu" else stream.record_event()

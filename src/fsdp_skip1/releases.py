@@ -1,0 +1,431 @@
+"""What differs between torch releases, and whether this one is understood.
+
+Everything the plugin knows about the inside of FSDP2 is gathered here, once, by looking at
+the modules that are loaded: names, signatures and annotations, never a version number. The
+result is one :class:`Fsdp2` value; the other rooms ask it instead of torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import sys
+import typing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+PACKAGE = "torch.distributed.fsdp._fully_shard"
+
+# What our own code reads or calls. A torch that lacks one of these, or has changed its
+# signature, is not understood.
+_GROUP_SIGNATURES: dict[str, tuple[str, ...]] = {
+    "unshard": ("self", "async_op"),
+    "wait_for_unshard": ("self",),
+    "_to_unsharded": ("self",),
+    "_with_fqn": ("self", "label"),
+}
+_PARAM_SIGNATURES: dict[str, tuple[str, ...]] = {
+    "init_all_gather_outputs": (
+        "self",
+        "all_gather_input_numels",
+        "all_gather_input_dtypes",
+        "world_size",
+        "device",
+    ),
+    "alloc_all_gather_outputs": ("self",),
+    "init_unsharded_param": ("self",),
+    "to_sharded_dtensor": ("self", "tensor"),
+}
+# Parameters that older releases had besides, all with a default we never override.
+_OPTIONAL_PARAMETERS = frozenset({"force_recreate"})
+_RESULT_FIELDS = (
+    "all_gather_output",
+    "all_gather_event",
+    "all_gather_work",
+    "param_all_gather_input_dtypes",
+    "param_all_gather_input_numels",
+    "all_gather_input_split_sizes",
+)
+GROUP_ATTRIBUTES = (
+    "fsdp_params",
+    "mesh_info",
+    "device",
+    "comm_ctx",
+    "unshard_in_backward",
+    "_all_gather_result",
+    "_reshard_after_forward_event",
+    "_sharded_state",
+    "_training_state",
+)
+PARAM_ATTRIBUTES = (
+    "sharded_param",
+    "mesh_info",
+    "device",
+    "offload_to_cpu",
+    "pin_memory",
+    "all_gather_outputs",
+    "_orig_size",
+    "_contiguous_orig_stride",
+    "_sharded_param_data",
+    "sharded_size",
+    "contiguous_sharded_stride",
+)
+# Names under which ``foreach_reduce`` hands over what we need, on every release.
+_REDUCE_REQUIRED = frozenset(
+    {
+        "fsdp_params",
+        "unsharded_grads",
+        "reduce_scatter_group",
+        "reduce_scatter_stream",
+        "reduce_dtype",
+        "device",
+        "all_reduce_group",
+        "all_reduce_stream",
+        "all_reduce_grads",
+        "partial_reduce_output",
+    }
+)
+_REDUCE_KNOWN = _REDUCE_REQUIRED | {
+    "reduce_scatter_comm",  # 2.9+, never called at shard size 1
+    "orig_dtype",  # until 2.14; then a property of each parameter
+    "gradient_divide_factor",  # 2.8+
+    "reduce_scatter_reduce_op",  # 2.6, 2.7: the same wish as a premultiplied sum
+    "all_reduce_hook",  # 2.7+
+    "allocate_memory_from_process_group",  # 2.8
+    "force_sum_reduction_for_comms",  # 2.8+
+    "prepare_reduce_scatter_inputs",  # 2.15: reorders shards, of which there is one
+}
+
+
+class NotUnderstood(Exception):
+    """This torch's FSDP2 does not look the way the plugin expects.
+
+    Attributes:
+        found: what is there, in words.
+        expected: what was looked for, in words.
+    """
+
+    def __init__(self, found: str, expected: str) -> None:
+        super().__init__(f"found {found}; expected {expected}")
+        self.found = found
+        self.expected = expected
+
+
+class ReduceArgs:
+    """The arguments of one ``foreach_reduce`` call, by name, with what a release lacks filled in.
+
+    ``orig_dtype`` stays absent where the release keeps it on each parameter.
+    """
+
+    __slots__ = (
+        "all_reduce_grads",
+        "all_reduce_group",
+        "all_reduce_hook",
+        "all_reduce_stream",
+        "device",
+        "force_sum",
+        "fsdp_params",
+        "grads",
+        "has_orig_dtype",
+        "orig_dtype",
+        "partial_reduce_output",
+        "premultiplied_op",
+        "reduce_dtype",
+        "reduce_scatter_group",
+        "reduce_scatter_stream",
+        "user_divide_factor",
+    )
+
+    def __init__(self, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        given = dict(zip(names, args))
+        given.update(kwargs)
+        self.fsdp_params: list[Any] = given["fsdp_params"]
+        self.grads: list[torch.Tensor] = given["unsharded_grads"]
+        self.reduce_scatter_group = given["reduce_scatter_group"]
+        self.reduce_scatter_stream = given["reduce_scatter_stream"]
+        self.has_orig_dtype = "orig_dtype" in given
+        self.orig_dtype: torch.dtype | None = given.get("orig_dtype")
+        self.reduce_dtype: torch.dtype | None = given["reduce_dtype"]
+        self.device: torch.device = given["device"]
+        self.user_divide_factor: float | None = given.get("gradient_divide_factor")
+        self.premultiplied_op = given.get("reduce_scatter_reduce_op")
+        self.all_reduce_group = given["all_reduce_group"]
+        self.all_reduce_stream = given["all_reduce_stream"]
+        self.all_reduce_grads: bool = given["all_reduce_grads"]
+        self.partial_reduce_output: torch.Tensor | None = given["partial_reduce_output"]
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = given.get("all_reduce_hook")
+        self.force_sum: bool = given.get("force_sum_reduction_for_comms", False)
+
+
+@dataclass(frozen=True)
+class ReduceLayout:
+    """How this release calls ``foreach_reduce`` and what it wants back."""
+
+    names: tuple[str, ...]
+    returns_stream: bool  # 2.13+: the stream of the last operation comes third
+
+    def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> ReduceArgs:
+        return ReduceArgs(self.names, args, kwargs)
+
+    def result(
+        self,
+        reduce_scatter_input: torch.Tensor,
+        reduce_scatter_event: Any,
+        post_reduce_stream: Any,
+        post_reduce_event: Any,
+        all_reduce_input: torch.Tensor | None = None,
+        all_reduce_event: Any = None,
+        partial_reduce_output: torch.Tensor | None = None,
+    ) -> tuple[Any, ...]:
+        head = (reduce_scatter_input, reduce_scatter_event)
+        tail = (post_reduce_event, all_reduce_input, all_reduce_event, partial_reduce_output)
+        return (*head, post_reduce_stream, *tail) if self.returns_stream else (*head, *tail)
+
+
+@dataclass(frozen=True)
+class Fsdp2:
+    """The FSDP2 that is loaded, as far as the plugin needs it."""
+
+    group_classes: tuple[type, ...]
+    reduce_modules: tuple[Any, ...]
+    state_class: type | None
+    result_type: Any  # AllGatherResult
+    sharded: Any  # ShardedState members
+    unsharded: Any
+    forward: Any  # TrainingState members
+    pre_backward: Any
+    mesh_info: Any  # the module that defines FSDPMeshInfo and, from 2.10, DDPMeshInfo
+    compiled_autograd_enabled: Callable[[], bool]
+    divide_factors: Callable[..., Any]
+    divide_factor_names: tuple[str, ...]
+    reduce: ReduceLayout | None
+    reduce_reason: str | None  # why ``reduce`` is None
+
+    def is_shard_mesh(self, mesh_info: Any) -> bool:
+        """Whether the mesh has a shard dimension (FSDP, HSDP); else it is replicate only."""
+        return isinstance(mesh_info, self.mesh_info.FSDPMeshInfo)
+
+    def is_replicate_only(self, mesh_info: Any) -> bool:
+        """``replicate()`` from 2.10 on: a mesh with no shard dimension at all."""
+        ddp = getattr(self.mesh_info, "DDPMeshInfo", None)
+        return ddp is not None and isinstance(mesh_info, ddp) and not self.is_shard_mesh(mesh_info)
+
+    def pending(self, group: Any) -> Any:
+        """An ``AllGatherResult`` that says: unshard was called, nothing is in flight."""
+        placeholder = getattr(group, "_all_gather_output", None)
+        if placeholder is None:
+            placeholder = torch.empty(0, device=group.device)
+        return self.result_type(placeholder, None, None, [], [], [])
+
+    def release_all_gather_state(self, group: Any) -> None:
+        """Let go of the previous group's all-gather output, as stock does in forward.
+
+        Only a neighbour whose shard mesh is larger than 1 leaves one behind.
+        """
+        context = group.comm_ctx
+        state = getattr(context, "all_gather_state", None)
+        if state is None:
+            return
+        release = getattr(context, "release_all_gather_state_for_comm_reuse", None)
+        if release is not None:  # 2.15+
+            release()
+        else:
+            group._wait_all_gather_streams_on_event(state.event)
+            context.all_gather_state = None
+
+
+    def renew_dtypes(self, group: Any) -> None:
+        """Resolve the mixed-precision dtypes again if ``module.to(dtype)`` changed them.
+
+        torch does it only at lazy initialization, so that such a cast after the first forward
+        leaves it copying between dtypes that no longer match.
+        """
+        for fsdp_param in group.fsdp_params:
+            if getattr(fsdp_param, "orig_dtype", None) not in (
+                None,
+                fsdp_param.sharded_param.dtype,
+            ):
+                break
+        else:
+            return
+        group._init_mp_dtypes()
+        order = getattr(group, "_init_reduce_scatter_param_order", None)
+        if order is not None:  # 2.15+: gradients are packed by dtype
+            order()
+        for fsdp_param in group.fsdp_params:
+            unsharded = getattr(fsdp_param, "_unsharded_param", None)
+            if unsharded is not None and hasattr(fsdp_param, "unsharded_grad_dtype"):  # 2.15+
+                unsharded.grad_dtype = fsdp_param.unsharded_grad_dtype
+
+
+def preserve_versions(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """Write to ``tensors`` without autograd noticing: a refill restores what was there before."""
+    if _PRESERVES_MANY:
+        preserve: Any = torch.autograd._unsafe_preserve_version_counter
+        return typing.cast("contextlib.AbstractContextManager[Any]", preserve(tuple(tensors)))
+    stack = contextlib.ExitStack()
+    for tensor in tensors:
+        one: Any = torch.autograd._unsafe_preserve_version_counter
+        stack.enter_context(one(tensor))
+    return stack
+
+
+_PRESERVES_MANY = "tensors" in inspect.signature(
+    torch.autograd._unsafe_preserve_version_counter
+).parameters
+
+
+def storage_holders(tensor: torch.Tensor) -> int:
+    """How many tensors hold the storage of ``tensor``, itself included."""
+    storage = tensor.untyped_storage()
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count - 1  # ``storage`` itself
+
+
+def functorch_active() -> bool:
+    probe = getattr(torch._C, "_are_functorch_transforms_active", None)
+    return bool(probe()) if probe is not None else False
+
+
+def read() -> Fsdp2:
+    """Look at the FSDP2 that is loaded.
+
+    Raises:
+        NotUnderstood: if something that the plugin builds on is missing or has changed.
+    """
+    group_module = _module("_fsdp_param_group")
+    collectives = _module("_fsdp_collectives")
+    param_module = _module("_fsdp_param")
+    common = _module("_fsdp_common")
+    state_module = _module("_fsdp_state")
+
+    group_class = _attribute(group_module, "FSDPParamGroup")
+    param_class = _attribute(param_module, "FSDPParam")
+    _check_signatures(group_class, _GROUP_SIGNATURES)
+    _check_signatures(param_class, _PARAM_SIGNATURES)
+    for cls, name in ((group_class, "is_unsharded"), (param_class, "all_gather_inputs")):
+        if not isinstance(inspect.getattr_static(cls, name, None), property):
+            raise NotUnderstood(
+                f"no property {name} on {cls.__name__}", f"a property {cls.__name__}.{name}"
+            )
+    result_type = _attribute(collectives, "AllGatherResult")
+    fields = getattr(result_type, "_fields", None)
+    if fields != _RESULT_FIELDS:
+        raise NotUnderstood(f"AllGatherResult with fields {fields}", f"the fields {_RESULT_FIELDS}")
+    sharded_state = _attribute(param_module, "ShardedState")
+    training_state = _attribute(common, "TrainingState")
+    _attribute(common, "FSDPMeshInfo")
+    divide = _attribute(collectives, "_get_gradient_divide_factors")
+    layout, reason = _reduce_layout(_attribute(collectives, "foreach_reduce"))
+
+    return Fsdp2(
+        group_classes=_every_class("FSDPParamGroup"),
+        reduce_modules=tuple(
+            module for module in (group_module, collectives) if hasattr(module, "foreach_reduce")
+        ),
+        state_class=getattr(state_module, "FSDPState", None),
+        result_type=result_type,
+        sharded=_attribute(sharded_state, "SHARDED"),
+        unsharded=_attribute(sharded_state, "UNSHARDED"),
+        forward=_attribute(training_state, "FORWARD"),
+        pre_backward=_attribute(training_state, "PRE_BACKWARD"),
+        mesh_info=common,
+        compiled_autograd_enabled=getattr(common, "compiled_autograd_enabled", lambda: False),
+        divide_factors=divide,
+        divide_factor_names=tuple(inspect.signature(divide).parameters),
+        reduce=layout,
+        reduce_reason=reason,
+    )
+
+
+def missing_attributes(group: Any) -> list[str]:
+    """Instance attributes that the plugin reads and this group, or one of its parameters, lacks."""
+    missing = [f"FSDPParamGroup.{name}" for name in GROUP_ATTRIBUTES if not hasattr(group, name)]
+    if "FSDPParamGroup.fsdp_params" not in missing:
+        for fsdp_param in group.fsdp_params[:1]:
+            missing += [
+                f"FSDPParam.{name}" for name in PARAM_ATTRIBUTES if not hasattr(fsdp_param, name)
+            ]
+    return missing
+
+
+def _every_class(name: str) -> tuple[type, ...]:
+    """Each class object that goes by ``name`` in the package.
+
+    There is one, unless somebody reloaded a module: then the modules that were not reloaded
+    still build their groups from the old class.
+    """
+    found: dict[int, type] = {}
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith(PACKAGE + ".") and isinstance(vars(module).get(name), type):
+            cls = vars(module)[name]
+            found[id(cls)] = cls
+    return tuple(found.values())
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(f"{PACKAGE}.{name}")
+    except ImportError as error:
+        raise NotUnderstood(f"no module {PACKAGE}.{name}", "FSDP2 of torch 2.6 or newer") from error
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    value = getattr(owner, name, None)
+    if value is None:
+        where = getattr(owner, "__name__", repr(owner))
+        raise NotUnderstood(f"no {name} in {where}", f"{where}.{name}")
+    return value
+
+
+def _parameters(function: Any) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return ()
+
+
+def _check_signatures(cls: type, expected: dict[str, tuple[str, ...]]) -> None:
+    for name, names in expected.items():
+        function = _attribute(cls, name)
+        found = tuple(n for n in _parameters(function) if n not in _OPTIONAL_PARAMETERS)
+        # Somebody's (*args, **kwargs) wrapper hides the signature, it does not change it.
+        if found in (("args", "kwargs"), ("self", "args", "kwargs")):
+            continue
+        if found != names:
+            raise NotUnderstood(
+                f"{cls.__name__}.{name}({', '.join(found)})",
+                f"{cls.__name__}.{name}({', '.join(names)})",
+            )
+
+
+def _reduce_layout(function: Any) -> tuple[ReduceLayout | None, str | None]:
+    """Reduction is a second, separate patch: if it is not understood, only it is left to torch."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None, "foreach_reduce has no signature"
+    names = tuple(signature.parameters)
+    problems = _differences(names)
+    if problems:
+        return None, problems
+    items = len(typing.get_args(signature.return_annotation))
+    if items not in (6, 7):
+        return None, f"foreach_reduce is annotated to return {items} items, 6 or 7 were expected"
+    return ReduceLayout(names=names, returns_stream=items == 7), None
+
+
+def _differences(names: Iterable[str]) -> str | None:
+    present = set(names)
+    lost, new = sorted(_REDUCE_REQUIRED - present), sorted(present - _REDUCE_KNOWN)
+    if not lost and not new:
+        return None
+    parts = [f"lacks {', '.join(lost)}"] if lost else []
+    parts += [f"has unknown {', '.join(new)}"] if new else []
+    return f"foreach_reduce {' and '.join(parts)}"
