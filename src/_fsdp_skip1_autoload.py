@@ -6,8 +6,6 @@ that the interpreter has not loaded already, and it never raises: an exception h
 `import torch` fail.
 """
 
-from __future__ import annotations
-
 import os
 
 VARIABLE = "FSDP_SKIP1"

@@ -1,5 +1,7 @@
 """Resharding, mixed precision and offload policies; what belongs to a group and what does not."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support import models, shards
@@ -36,16 +38,14 @@ POLICIES = {
 
 def mixed(kind: str, *mesh: int, **kwargs) -> Scenario:
     policy = POLICIES[kind]
-    # Where only the reduction is in another dtype, or each group casts its own output, a module
-    # over cast parameters says something else.
-    by_hand = policy.param_dtype is not None and len(mesh) == 1
-    # Accumulated gradients are summed in another dtype by hand.
+    within = replace(policy, output_dtype=None)
     options = {
         "name": f"mixed precision, {kind}, mesh {mesh}",
-        "shard": shards.blocks(*(mesh or (1,)), mp_policy=policy),
+        "shard": shards.blocks(*mesh, mp_policy=within, root={"mp_policy": policy}),
         "plain": shards.mixed_by_hand(policy),
         "steps": train(inputs=batch_for(policy)),
-        "like_plain": by_hand and policy.output_dtype is None,
+        # A reduction in another dtype alone is nothing that casts of parameters could say.
+        "like_plain": len(mesh) == 1 and policy.reduce_dtype in (None, FP32, policy.param_dtype),
         **kwargs,
     }
     return Scenario(**options)
@@ -270,9 +270,10 @@ SCENARIOS = [
     Scenario(name="tied embedding, bf16", model=models.Tied, like_plain=False,
              shard=shards.blocks(1, mp_policy=POLICIES["bf16, reduce fp32"]),
              steps=train(inputs=tokens)),
-    Scenario(name="shared block", model=models.Shared, shard=shared_block, steps=train()),
+    Scenario(name="shared block", model=models.Shared, shard=shared_block, steps=train(),
+             comm_mode=False),
     Scenario(name="shared block, one group", model=models.Shared, shard=shards.root(1),
-             steps=train()),
+             steps=train(), comm_mode=False),
     # Ignored
     Scenario(name="ignored head", shard=without_head, steps=train(), needs=("ignored_params",)),
     Scenario(name="ignored parameters in a block", shard=ignored_in_block, steps=train(),

@@ -303,8 +303,8 @@ def _settle(*, wait: bool) -> None:
     """
     global _stale, _worker
     _stale = True
-    # Again after letting go: somebody may have come, found us at work and left it to us.
-    while _stale:
+    # At least once, so that a caller who waits returns to a finished state, whoever finished it.
+    while True:
         work = _work  # a fork in between replaces it, in the child
         if not (work.acquire(timeout=_PATIENCE_S) if wait else work.acquire(blocking=False)):
             return
@@ -323,6 +323,9 @@ def _settle(*, wait: bool) -> None:
                 _worker = None
         finally:
             work.release()
+        # Somebody may have come before we let go, found us at work and left it to us.
+        if not _stale:
+            return
 
 
 def _settle_once(wanted: Decision) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import wrapt
 
+from fsdp_skip1 import trims
 from fsdp_skip1.counters import counters
 from fsdp_skip1.notices import log, warn_once
 from fsdp_skip1.plan import shard_mesh_size
@@ -121,6 +122,7 @@ def _install(fsdp2: Fsdp2, zero_copy: bool) -> None:
         log("info", "reduction is left to torch: %s", fsdp2.reduce_reason)
     if fsdp2.state_class is not None and "_root_pre_forward" in vars(fsdp2.state_class):
         wanted.append((fsdp2.state_class, "_root_pre_forward", _root_pre_forward))
+    wanted += [(owner, name, _while_on(wrapper)) for owner, name, wrapper in trims.patches(fsdp2)]
     for owner, name, wrapper in wanted:
         point = _point(owner, name) or PatchPoint(owner, name, wrapper)
         point.install()
@@ -137,7 +139,9 @@ def remove() -> None:
     """Restore torch's methods and every live parameter group. Idempotent."""
     global _unsharder, _reducer
     unsharder, _unsharder = _unsharder, None
-    _reducer = None
+    reducer, _reducer = _reducer, None
+    if reducer is not None:
+        reducer.stop()
     staying = []
     for point in reversed(_points):
         if not point.remove():
@@ -213,6 +217,15 @@ def _groups_of(state: Any) -> list[Any]:
         return list(many)
     one = state._fsdp_param_group
     return [] if one is None else [one]
+
+
+def _while_on(wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _unsharder is None:
+            return wrapped(*args, **kwargs)
+        return wrapper(wrapped, instance, args, kwargs)
+
+    return call
 
 
 # -- other patchers ----------------------------------------------------------------------------

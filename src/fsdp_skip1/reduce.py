@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from fsdp_skip1 import overlap
 from fsdp_skip1.counters import counters
 from fsdp_skip1.plan import shard_mesh_size, special_case
 from fsdp_skip1.releases import storage_holders
@@ -42,6 +43,10 @@ class Reducer:
                 return self._reduce(call)
         return self._reduce(call)
 
+    def stop(self) -> None:
+        """Leave nothing in flight."""
+        overlap.finish_all()
+
     def _is_ours(self, call: ReduceArgs) -> bool:
         if self._fsdp2.compiled_autograd_enabled():
             return False
@@ -55,13 +60,15 @@ class Reducer:
             for fsdp_param in call.fsdp_params
         )
 
-    @torch.no_grad()
     def _reduce(self, call: ReduceArgs) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # a backward with create_graph=True
+            with torch.no_grad():
+                return self._reduce(call)
         # The caller's list owns the gradients: emptying it lets each go as soon as it is used.
-        grads = [_plain(grad) for grad in call.grads]
+        grads = [g if type(g) is torch.Tensor else _plain(g) for g in call.grads]
         call.grads.clear()
         counters.reduce_scatters += 1
-        counters.reduce_scatter_bytes += sum(g.numel() * g.element_size() for g in grads)
+        counters.reduce_scatter_bytes += sum([g.nbytes for g in grads])
         replicas = call.all_reduce_group
         if replicas is not None and replicas.size() == 1 and call.all_reduce_grads:
             if call.partial_reduce_output is None:
@@ -72,22 +79,22 @@ class Reducer:
 
     def _hand_over(self, call: ReduceArgs, grads: list[torch.Tensor]) -> tuple[Any, ...]:
         """Nothing to reduce: the gradients become the sharded gradients, as they stand."""
-        division = Division.read(self._fsdp2, call, _reduce_dtype(call, grads), None)
-        factor = division.total
-        targets = [_sharded_grad_dtype(call, p, g) for p, g in zip(call.fsdp_params, grads)]
-        if factor is None:
+        factor = _user_factor(call)
+        if factor is None and _uniform(call, grads):
+            _make_own(grads, range(len(grads)))
+        elif factor is None:
+            targets = _targets(call, grads)
             steps = [_cast_steps(g.dtype, call.reduce_dtype, t) for g, t in zip(grads, targets)]
+            arrived, grads = grads, _cast(grads, steps, call.device)
+            _make_own(grads, [i for i, grad in enumerate(grads) if grad is arrived[i]])
+            del arrived
         else:
             reduce_dtype = _reduce_dtype(call, grads)
-            steps = [(reduce_dtype,)] * len(grads)
-        arrived, grads = grads, _cast(grads, steps, call.device)
-        for i, grad in enumerate(grads):
-            if grad is arrived[i] and (not grad.is_contiguous() or _held_elsewhere(grad)):
-                grads[i] = grad.clone(memory_format=torch.contiguous_format)
-        del arrived
-        if factor is not None:
+            arrived, grads = grads, _cast(grads, [(reduce_dtype,)] * len(grads), call.device)
+            _make_own(grads, [i for i, grad in enumerate(grads) if grad is arrived[i]])
+            del arrived
             torch._foreach_div_(grads, factor)
-            grads = _cast(grads, [(t,) for t in targets], call.device)
+            grads = _cast(grads, [(t,) for t in _targets(call, grads)], call.device)
         stream = _current_stream(call.device)
         _accumulate(call.fsdp_params, grads, stream)
         event = _record(stream, call.device)
@@ -101,6 +108,7 @@ class Reducer:
         Streams are as in stock, less the copy between reduce-scatter input and output: the
         partial sums belong to the reduce-scatter stream, the rest to the all-reduce stream.
         """
+        overlap.finish_before(call.fsdp_params)
         device_module = torch.get_device_module(call.device)
         reduce_dtype = _reduce_dtype(call, grads)
         division = Division.read(self._fsdp2, call, reduce_dtype, replicas)
@@ -126,6 +134,15 @@ class Reducer:
                     flat += partial
             scattered = _record(scatter, call.device)
         reduce.wait_stream(scatter)
+        if self._stays_in_flight(call, replicas):
+            work = dist.all_reduce(flat, group=replicas, op=division.op, async_op=True)
+
+            def finish() -> None:
+                division.after(flat)
+                _accumulate_views(call, flat, sizes, reduce)
+
+            overlap.current().add(work, finish, call.fsdp_params)
+            return self._layout.result(flat, None, reduce, None, flat, None)
         with device_module.stream(reduce):
             if replicas is not None and replicas.size() > 1:
                 dist.all_reduce(flat, group=replicas, op=division.op)
@@ -133,18 +150,28 @@ class Reducer:
                 call.all_reduce_hook(flat)
             reduced = _record(reduce, call.device)
             division.after(flat)
-            self._accumulate_views(call, flat, sizes, reduce)
+            _accumulate_views(call, flat, sizes, reduce)
             done = _record(reduce, call.device)
         # FSDP2 holds ``flat`` until ``reduced``; otherwise the next group's gradients could be
         # flattened into the same memory while this all-reduce still runs (pytorch PR 140044).
         return self._layout.result(flat, scattered, reduce, done, flat, reduced)
 
-    def _accumulate_views(
-        self, call: ReduceArgs, flat: torch.Tensor, sizes: Sequence[torch.Size], stream: Any
-    ) -> None:
-        views = _views(flat, sizes)
-        targets = [_sharded_grad_dtype(call, p, v) for p, v in zip(call.fsdp_params, views)]
-        _accumulate(call.fsdp_params, _cast(views, [(t,) for t in targets], call.device), stream)
+    @staticmethod
+    def _stays_in_flight(call: ReduceArgs, replicas: Any) -> bool:
+        """Whether the all-reduce may overlap what comes after, see [Note: overlap on the CPU].
+
+        Hooks want finished gradients.
+        """
+        return (
+            replicas is not None
+            and replicas.size() > 1
+            and call.all_reduce_hook is None
+            and overlap.possible(call.device)
+            and not any(
+                getattr(p.sharded_param, "_post_accumulate_grad_hooks", None)
+                for p in call.fsdp_params
+            )
+        )
 
 
 class Division:
@@ -161,13 +188,6 @@ class Division:
         self._after = None if after == 1 else after
         self.op = op
 
-    @property
-    def total(self) -> float | None:
-        """The one factor to divide by where nothing happens in between."""
-        if self._before is None or self._after is None:
-            return self._before if self._after is None else self._after
-        return self._before * self._after
-
     def before(self, flat: torch.Tensor) -> None:
         if self._before is not None:
             flat.div_(self._before)
@@ -181,12 +201,16 @@ class Division:
         cls, fsdp2: Fsdp2, call: ReduceArgs, reduce_dtype: torch.dtype, replicas: Any
     ) -> Division:
         """Take the split from torch, which knows it by release, dtype and device."""
-        factor = call.user_divide_factor
-        if factor is None and call.premultiplied_op is not None:
-            factor = _factor_of(call.premultiplied_op)
+        factor = _user_factor(call)
+        size = 1 if replicas is None else replicas.size()
+        if factor is not None and "factor" not in fsdp2.divide_factor_names:  # 2.6, 2.7
+            return cls(factor, None, dist.ReduceOp.SUM)
+        # Where neither dtype nor device asks for a split, torch would premultiply inside the
+        # reduce-scatter, which is skipped.
         overflow_risk = reduce_dtype not in (torch.float32, torch.bfloat16)
-        if replicas is None and call.all_reduce_hook is None:
-            return cls(factor, None, None)
+        by_hand = factor is not None and not overflow_risk and not call.force_sum
+        if by_hand and factor != size:
+            return cls(factor, None, dist.ReduceOp.SUM)
         given = {
             "reduce_scatter_group": call.reduce_scatter_group,
             "all_reduce_group": replicas,
@@ -195,23 +219,60 @@ class Division:
             "factor": factor,
             "force_sum_reduction_for_comms": call.force_sum,
         }
-        if factor is not None and "factor" not in fsdp2.divide_factor_names:  # 2.6, 2.7
-            return cls(factor, None, dist.ReduceOp.SUM)
-        # Here torch would premultiply inside the reduce-scatter, which is skipped.
-        by_hand = factor is not None and not overflow_risk and not call.force_sum
-        if by_hand and factor != (1 if replicas is None else replicas.size()):
-            return cls(factor, None, dist.ReduceOp.SUM)
         named = {k: v for k, v in given.items() if k in fsdp2.divide_factor_names}
-        before, after, scatter_op, op = fsdp2.divide_factors(**named)
-        if by_hand and op != dist.ReduceOp.AVG:
-            before = factor
-        return cls(before, after, op)
+        split = fsdp2.divide_factors(**named)
+        if len(split) == 2:  # 2.6, 2.7: no split means that the collective averages
+            before, after = split
+            op: Any = dist.ReduceOp.AVG if before is None else dist.ReduceOp.SUM
+        else:
+            before, after, _, op = split
+        if op == dist.ReduceOp.AVG and call.device.type == "cpu":
+            # gloo's average is this sum and division, bit for bit, and until 2.7 it had none.
+            return cls(before, float(size), dist.ReduceOp.SUM)
+        return cls(factor if by_hand and op != dist.ReduceOp.AVG else before, after, op)
+
+
+def _user_factor(call: ReduceArgs) -> float | None:
+    """What the user wants the sum of gradients divided by; None where that changes nothing."""
+    factor = call.user_divide_factor
+    if factor is None and call.premultiplied_op is not None:
+        factor = _factor_of(call.premultiplied_op)
+    if factor == 1 and (call.all_reduce_group is None or call.all_reduce_group.size() == 1):
+        return None
+    return factor
 
 
 def _factor_of(premultiplied: Any) -> float:
     """The divisor inside a premultiplied-sum operation, the only place where 2.7 keeps it."""
     _, multiplier = premultiplied.__getstate__()
     return 1.0 / float(multiplier) if multiplier is not None else 1.0
+
+
+def _uniform(call: ReduceArgs, grads: Sequence[torch.Tensor]) -> bool:
+    """Whether every gradient already has the dtype that its sharded parameter wants."""
+    through = call.reduce_dtype
+    if call.has_orig_dtype:
+        orig = call.orig_dtype
+        for grad in grads:
+            dtype = grad.dtype
+            if orig is not None and dtype is not orig:
+                return False
+            if through is not None and _promote(dtype, through) is not through:
+                return False
+        return True
+    return all(
+        p.sharded_grad_dtype in (None, g.dtype)
+        and (through is None or _promote(g.dtype, through) is through)
+        for p, g in zip(call.fsdp_params, grads)
+    )
+
+
+def _make_own(grads: list[torch.Tensor], indices: Sequence[int]) -> None:
+    """See to it that each gradient is contiguous and that nobody else can write to it."""
+    for i in indices:
+        grad = grads[i]
+        if not grad.is_contiguous() or _held_elsewhere(grad):
+            grads[i] = grad.clone(memory_format=torch.contiguous_format)
 
 
 def _plain(grad: torch.Tensor) -> torch.Tensor:
@@ -242,6 +303,10 @@ def _sharded_grad_dtype(call: ReduceArgs, fsdp_param: Any, grad: torch.Tensor) -
     else:
         wanted = fsdp_param.sharded_grad_dtype  # 2.15+; None: whatever arrives
     return grad.dtype if wanted is None else wanted
+
+
+def _targets(call: ReduceArgs, grads: Sequence[torch.Tensor]) -> list[torch.dtype]:
+    return [_sharded_grad_dtype(call, p, g) for p, g in zip(call.fsdp_params, grads)]
 
 
 def _cast_steps(
@@ -334,6 +399,14 @@ def _promote(left: torch.dtype, right: torch.dtype) -> torch.dtype:
 def _nothing(device: torch.device) -> torch.Tensor:
     """What stands for a reduce-scatter input where there was none."""
     return torch.empty(0, device=device)
+
+
+def _accumulate_views(
+    call: ReduceArgs, flat: torch.Tensor, sizes: Sequence[torch.Size], stream: Any
+) -> None:
+    views = _views(flat, sizes)
+    steps = [(dtype,) for dtype in _targets(call, views)]
+    _accumulate(call.fsdp_params, _cast(views, steps, call.device), stream)
 
 
 def _current_stream(device: torch.device) -> Any:

@@ -192,6 +192,9 @@ class ReduceLayout:
 class Fsdp2:
     """The FSDP2 that is loaded, as far as the plugin needs it."""
 
+    group_module: Any
+    state_module: Any
+    param_class: type
     group_classes: tuple[type, ...]
     reduce_modules: tuple[Any, ...]
     state_class: type | None
@@ -215,6 +218,12 @@ class Fsdp2:
         """``replicate()`` from 2.10 on: a mesh with no shard dimension at all."""
         ddp = getattr(self.mesh_info, "DDPMeshInfo", None)
         return ddp is not None and isinstance(mesh_info, ddp) and not self.is_shard_mesh(mesh_info)
+
+    def skips_hooks(self) -> bool:
+        """Whether FSDP2's hooks stay out of torch.compile's graphs; only 2.6 - 2.11 let you ask."""
+        dynamo = sys.modules.get("torch._dynamo")
+        config = getattr(dynamo, "config", None)
+        return bool(getattr(config, "skip_fsdp_hooks", True))
 
     def pending(self, group: Any) -> Any:
         """An ``AllGatherResult`` that says: unshard was called, nothing is in flight."""
@@ -325,6 +334,9 @@ def read() -> Fsdp2:
     layout, reason = _reduce_layout(_attribute(collectives, "foreach_reduce"))
 
     return Fsdp2(
+        group_module=group_module,
+        state_module=state_module,
+        param_class=param_class,
         group_classes=_every_class("FSDPParamGroup"),
         reduce_modules=tuple(
             module for module in (group_module, collectives) if hasattr(module, "foreach_reduce")

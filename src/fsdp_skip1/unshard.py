@@ -56,7 +56,7 @@ class GroupState:
         settled: every parameter shares memory, so that nothing is left to do at an unshard.
     """
 
-    __slots__ = ("basis", "nbytes", "pending", "plan", "settled")
+    __slots__ = ("basis", "nbytes", "pending", "places", "places_tried", "plan", "settled")
 
     def __init__(self, plan: GroupPlan, pending: Any) -> None:
         self.plan = plan
@@ -64,6 +64,8 @@ class GroupState:
         self.basis: list[tuple[Any, torch.Tensor, torch.dtype | None]] = []  # not planned yet
         self.settled = False
         self.nbytes = 0
+        self.places: Any = None  # where its parameters are registered, for the trims
+        self.places_tried = False
 
 
 class Unsharder:

@@ -58,7 +58,7 @@ class Image:
         layout += f" contiguous={tensor.is_contiguous()} grad={value.requires_grad}"
         if hasattr(tensor, "dense"):
             tensor = tensor.dense()  # an extension's tensor subclass (models.py)
-        tensor = tensor.contiguous().cpu()
+        tensor = tensor.contiguous().cpu().clone()  # numpy would pin down the storage it sees
         data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
         return Image(str(tensor.dtype), tuple(tensor.shape), data, layout)
 

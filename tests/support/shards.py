@@ -12,8 +12,11 @@ from support.arms import Run
 Apply = Callable[[Run], None]
 
 
-def blocks(*mesh: int, **kwargs: Any) -> Apply:
-    """``fully_shard`` on each block, then on the root; no sizes means the default mesh."""
+def blocks(*mesh: int, root: dict[str, Any] | None = None, **kwargs: Any) -> Apply:
+    """``fully_shard`` on each block, then on the root; no sizes means the default mesh.
+
+    ``root`` holds options for the root alone.
+    """
 
     def apply(run: Run) -> None:
         options = dict(kwargs)
@@ -21,7 +24,7 @@ def blocks(*mesh: int, **kwargs: Any) -> Apply:
             options["mesh"] = run.mesh(*mesh)
         for block in run.module.blocks:
             fully_shard(block, **options)
-        fully_shard(run.module, **options)
+        fully_shard(run.module, **{**options, **(root or {})})
 
     return apply
 

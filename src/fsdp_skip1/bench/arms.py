@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -147,7 +147,8 @@ def build(options: Options, model: str, device: torch.device, batches: Batches) 
         return module.to(device)
 
     def ddp(module: ByteModel) -> nn.Module:
-        return DistributedDataParallel(module.to(device))
+        # Buffers are constants here, and FSDP2 does not broadcast them either.
+        return DistributedDataParallel(module.to(device), broadcast_buffers=False)
 
     def shard(module: ByteModel) -> nn.Module:
         if world == 1:

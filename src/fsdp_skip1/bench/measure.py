@@ -46,13 +46,13 @@ UNTOUCHED = ALLOCATORS | frozenset(("_unsafe_view", "_reshape_alias", "set_"))
 def compare(
     options: Options, model: str, device: torch.device, progress: Callable[[], None]
 ) -> Comparison:
-    """Measure all arms of one model. Every rank calls this, and gets the same answer but for times."""
+    """Measure all arms of one model. Every rank calls this; rank 0's answer is the result."""
     size = SIZES[model]
     batches = Batches(size.batch, size.length, dist.get_rank(), device)
     trainers = arms.build(options, model, device, batches)
     parameters = sum(p.numel() for p in trainers[0].module.parameters())
     for trainer in trainers:
-        _try_out(trainer)
+        _try_out(trainer, required=trainer is trainers[0])
     working = [trainer for trainer in trainers if trainer.failure is None]
     gc.collect()
     gc.freeze()  # collections go on, but each arm pays for its own garbage only
@@ -102,13 +102,15 @@ def _blocks(steps: int) -> list[int]:
     return [BLOCK] * full + ([rest] if rest else [])
 
 
-def _try_out(trainer: Trainer) -> None:
-    """First steps; some stock releases cannot run some arms, and the others still can be compared."""
+def _try_out(trainer: Trainer, *, required: bool) -> None:
+    """First steps. Some stock releases cannot run some arms; the others can still be compared."""
     try:
         with trainer.setting():
             for _ in range(WARM_UP):
                 trainer.finish(trainer.step())
-    except RuntimeError as error:
+    except Exception as error:
+        if required:
+            raise
         trainer.failure = f"{type(error).__name__}: {error}".splitlines()[0]
 
 

@@ -42,8 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=(*MODELS, *GROUPS),
         default=list(default.model),
-        help="what to train; llama is short for %s (default: llama-256)"
-        % ", ".join(GROUPS["llama"]),
+        metavar="MODEL",
+        help=f"what to train: {', '.join(MODELS)}; llama is short for {', '.join(GROUPS['llama'])} "
+        "(llama-256)",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default.device)
     parser.add_argument(
@@ -74,8 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nproc",
         type=_positive,
         default=default.nproc,
-        help="ranks, which this command starts itself; from 2 on an (N, 1) mesh and replicate() are "
-        "compared with DistributedDataParallel",
+        help="ranks, which this command starts itself; from 2 on, an (N, 1) mesh and replicate() "
+        "are compared with DistributedDataParallel (%(default)s)",
     )
     parser.add_argument(
         "--table",

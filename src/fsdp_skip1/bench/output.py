@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 EXTRA = 'pip install "fsdp-skip1[bench]"'
 PLOTS = (".png", ".svg")
 
-COLUMNS = ("arm", "step", "of baseline", "data ops", "collectives", "allocated", "peak", "losses")
+COLUMNS = ("arm", "step", "ratio", "data ops", "comms", "bytes", "peak", "losses")
 
 
 def check(options: Options) -> None:
@@ -109,16 +109,16 @@ def plain_table(comparison: Comparison) -> str:
 
 def plot(report: Report, file: Path) -> None:
     """Bars of the step times over the baseline's, with quartiles."""
-    import matplotlib
+    import matplotlib as mpl
 
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "fsdp-skip1"
-    from matplotlib import pyplot
+    mpl.use("Agg")
+    mpl.rcParams["svg.hashsalt"] = "fsdp-skip1"
+    from matplotlib import pyplot as plt
 
     comparisons = report.comparisons
     arms = [arm.title for arm in comparisons[0].arms[1:]]
     baseline = comparisons[0].arms[0].title
-    figure, axes = pyplot.subplots(figsize=(8, 0.8 + 0.45 * (len(arms) + 1) * len(comparisons)))
+    figure, axes = plt.subplots(figsize=(8, 0.8 + 0.45 * (len(arms) + 1) * len(comparisons)))
     height = 0.8 / len(arms)
     for number, title in enumerate(arms):
         for place, comparison in enumerate(comparisons):
@@ -141,7 +141,7 @@ def plot(report: Report, file: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     metadata = {"Date": None} if file.suffix.lower() == ".svg" else None
     figure.savefig(file, bbox_inches="tight", dpi=150, metadata=metadata)
-    pyplot.close(figure)
+    plt.close(figure)
 
 
 def _pretty_table(title: str, comparison: Comparison) -> None:
@@ -149,14 +149,15 @@ def _pretty_table(title: str, comparison: Comparison) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(COLUMNS):
         table.add_column(column, justify="right" if number else "left", no_wrap=True)
     for arm in comparison.arms:
         style = "red" if arm.bitwise is False else "bold" if "skip1" in arm.title else None
         table.add_row(*_row(comparison, arm), style=style)
-    # A pipe has no width of its own; a table folded to 80 columns would be of no use to anybody.
-    console = Console() if sys.stdout.isatty() else Console(width=140)
+    # Folded to a narrow terminal, or to the 80 columns of a pipe, it could not be read.
+    console = Console()
+    console.width = max(console.width, console.measure(table).maximum, 100)
     console.print(table)
     for arm in comparison.arms:
         if arm.failure:
@@ -203,9 +204,10 @@ def _title(report: Report, comparison: Comparison) -> str:
 def _legend(report: Report) -> str:
     baseline = report.comparisons[0].arms[0].title
     return (
-        f"Step: forward and backward, the optimizer is not timed. Of baseline: time over that of "
-        f"the {baseline}, median\n(quartiles) over rounds of steps that alternate. Data ops, "
-        f"allocated, peak: what one step does beyond the {baseline}."
+        "Step: forward and backward; the optimizer is not timed.\n"
+        f"Ratio: to the {baseline}'s step; median (quartiles) of rounds in which the arms take turns.\n"
+        "Comms: collectives in one step.\n"
+        f"Data ops, bytes allocated, peak memory: what one step has beyond the {baseline}."
     )
 
 

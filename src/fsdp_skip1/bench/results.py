@@ -44,7 +44,7 @@ class Arm:
         collectives: Collectives in one step, by name.
         allocated: Bytes allocated in one step, beyond the baseline's.
         peak: Peak memory over the step's start, beyond the baseline's.
-        failure: Why it could not run, as in a stock release with a fault; None if it ran.
+        failure: Why it could not run, or None.
         bitwise: Whether its losses are its reference's; None where there is none to compare with.
     """
 
@@ -60,6 +60,11 @@ class Arm:
     peak: int = 0
     failure: str | None = None
     bitwise: bool | None = None
+
+    @property
+    def stock(self) -> bool:
+        """Whether this is torch's own FSDP2."""
+        return self.name.endswith("stock")
 
 
 @dataclass
@@ -89,9 +94,12 @@ class Report:
     comparisons: list[Comparison]
 
     def exit_code(self) -> int:
-        """1 if any arm's losses differ from its reference's, else 0."""
+        """1 if any arm's losses differ from its reference's, or it failed; else 0.
+
+        Stock torch may fail: some releases do, on some meshes, and that is worth a table too.
+        """
         arms = [arm for comparison in self.comparisons for arm in comparison.arms]
-        return int(any(arm.bitwise is False for arm in arms))
+        return int(any(arm.bitwise is False or (arm.failure and not arm.stock) for arm in arms))
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -1,0 +1,301 @@
+"""Hook overhead that a shard mesh of size 1 does not need.
+
+On small layers FSDP2's bookkeeping in Python costs more than the layer. Each trim here takes
+one such cost away, for groups of shard size 1 only, and falls back to torch's own code wherever
+the two are not plainly equal. ``FSDP_SKIP1_TRIMS`` switches them: ``none``, or the names of
+those to keep, separated by commas.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fsdp_skip1.releases import functorch_active
+from fsdp_skip1.unshard import ATTRIBUTE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fsdp_skip1.releases import Fsdp2
+
+VARIABLE = "FSDP_SKIP1_TRIMS"
+
+# What a wrapper for wrapt looks like.
+Wrapper = "Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]"
+
+REASONS = {
+    "ranges": "a profiler range records nothing while no profiler runs, yet costs two operators",
+    "post_backward_function": "from torch 2.13 on its apply() inspects a signature at every call",
+    "registration": "parameters are put on their modules through four calls each",
+    "dynamo_disable": "torch.compile's off-switch is wrapped anew at every backward hook",
+    "typecheck": "2.15 opens a context for annotations that nobody uses",
+}
+
+
+def chosen() -> frozenset[str]:
+    """The names of the trims that are on."""
+    value = os.environ.get(VARIABLE, "").strip().lower()
+    if value in ("", "all", "1", "true", "on", "yes"):
+        return frozenset(REASONS)
+    if value in ("none", "0", "false", "off", "no"):
+        return frozenset()
+    return frozenset(name.strip() for name in value.split(",")) & frozenset(REASONS)
+
+
+def patches(fsdp2: Fsdp2) -> list[tuple[Any, str, Any]]:
+    """What the chosen trims replace: owner, attribute, wrapt wrapper or plain replacement."""
+    names = chosen()
+    found: list[tuple[Any, str, Any]] = []
+    if "ranges" in names:
+        found += _ranges(fsdp2)
+    if "post_backward_function" in names:
+        found += _post_backward_function(fsdp2)
+    if "registration" in names:
+        found += _registration(fsdp2)
+    if "dynamo_disable" in names:
+        found += _dynamo_disable(fsdp2)
+    if "typecheck" in names:
+        found += _typecheck(fsdp2)
+    return found
+
+
+def _ours(group: Any) -> bool:
+    """Whether the plugin carries this group; only such groups are trimmed."""
+    state = group.__dict__.get(ATTRIBUTE)
+    return state is not None and state.plan.left_to_torch is None
+
+
+# -- ranges ------------------------------------------------------------------------------------
+
+_NO_RANGE = contextlib.nullcontext()
+
+
+def _ranges(fsdp2: Fsdp2) -> list[tuple[Any, str, Any]]:
+    if not hasattr(fsdp2.group_module, "record_function"):
+        return []
+
+    def record_function(
+        wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if torch.autograd._profiler_enabled() or kwargs or _observed():
+            return wrapped(*args, **kwargs)
+        return _NO_RANGE
+
+    return [(fsdp2.group_module, "record_function", record_function)]
+
+
+def _observed() -> bool:
+    """Whether something else listens to ranges: an execution trace, or a dispatch mode."""
+    profiler = sys.modules.get("torch.profiler.profiler")
+    observer = getattr(profiler, "ExecutionTraceObserver", None)
+    del observer
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+# -- the post-backward function ----------------------------------------------------------------
+
+
+def _post_backward_function(fsdp2: Fsdp2) -> list[tuple[Any, str, Any]]:
+    stock = getattr(fsdp2.group_module, "RegisterPostBackwardFunction", None)
+    if not isinstance(stock, type) or not issubclass(stock, torch.autograd.Function):
+        return []
+
+    class PostBackward(stock):  # type: ignore[misc, valid-type]
+        """Runs ``post_backward`` once the group's inputs have their gradients."""
+
+        # An old-style Function keeps its context in ``forward``, and so needs no signature.
+        setup_context = torch.autograd.function._SingleLevelFunction.setup_context
+
+        @staticmethod
+        def forward(ctx: Any, param_group: Any, *inputs: torch.Tensor) -> Any:
+            ctx.param_group = param_group
+            return inputs
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            ctx.param_group.post_backward()
+            return (None, *grads)
+
+    plain = (torch.Tensor, nn.Parameter)
+
+    def register(
+        wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if (
+            kwargs
+            or len(args) != 2
+            or not _ours(group)
+            or functorch_active()
+            or fsdp2.compiled_autograd_enabled()
+            or not fsdp2.skips_hooks()
+        ):
+            return wrapped(*args, **kwargs)
+        inputs, keywords = args
+        if not torch.is_grad_enabled():
+            return inputs, keywords
+        tensors: list[torch.Tensor] = []
+        for value in (*inputs, *keywords.values()):
+            if type(value) in plain:
+                if value.requires_grad:
+                    tensors.append(value)
+            elif value is not None and type(value) not in _SCALARS:
+                return wrapped(*args, **kwargs)  # containers: torch knows how to walk them
+        if not tensors:
+            return inputs, keywords
+        outputs = iter(PostBackward.apply(group, *tensors))
+        inputs = tuple(
+            next(outputs) if type(v) in plain and v.requires_grad else v for v in inputs
+        )
+        keywords = {
+            k: next(outputs) if type(v) in plain and v.requires_grad else v
+            for k, v in keywords.items()
+        }
+        return inputs, keywords
+
+    cls = fsdp2.group_classes[0]
+    return [(cls, "_register_post_backward_hook", register)]
+
+
+_SCALARS = frozenset({int, float, bool, str, torch.dtype, torch.device})
+
+
+# -- registration ------------------------------------------------------------------------------
+
+
+class Places:
+    """Where the parameters of one group are registered: plain ``_parameters`` dicts."""
+
+    __slots__ = ("slots",)
+
+    def __init__(self, slots: list[tuple[Any, tuple[tuple[dict[str, Any], str], ...]]]) -> None:
+        self.slots = slots
+
+    @classmethod
+    def of(cls, group: Any) -> Places | None:
+        """None if a module brings a ``__setattr__`` of its own, which has to be called."""
+        slots = []
+        for fsdp_param in group.fsdp_params:
+            info = fsdp_param._module_info
+            places = []
+            pairs = [
+                (info.module, info.param_name),
+                *zip(info.shared_modules, info.shared_param_names),
+            ]
+            for module, name in pairs:
+                if type(module).__setattr__ is not nn.Module.__setattr__:
+                    return None
+                places.append((module._parameters, name))
+            slots.append((fsdp_param, tuple(places)))
+        return cls(slots)
+
+
+def _registration(fsdp2: Fsdp2) -> list[tuple[Any, str, Any]]:
+    for name in ("to_sharded", "to_unsharded", "_setattr_on_modules", "free_unsharded_param"):
+        if not hasattr(fsdp2.param_class, name):
+            return []
+
+    def to_unsharded(
+        wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        places = _places(group)
+        if places is None or group._sharded_state is not fsdp2.sharded:
+            return wrapped(*args, **kwargs)
+        for fsdp_param, where in places.slots:
+            param = fsdp_param._unsharded_param
+            if fsdp_param.sharded_param.requires_grad != param.requires_grad:
+                param.requires_grad_(fsdp_param.sharded_param.requires_grad)
+            for parameters, name in where:
+                parameters[name] = param
+            fsdp_param.sharded_state = fsdp2.unsharded
+        group._sharded_state = fsdp2.unsharded
+        return None
+
+    def to_sharded(
+        wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        places = _places(group)
+        if places is None or group._sharded_state is not fsdp2.unsharded:
+            return wrapped(*args, **kwargs)
+        # Shared memory: there is nothing to free.
+        for fsdp_param, where in places.slots:
+            for parameters, name in where:
+                parameters[name] = fsdp_param.sharded_param
+            fsdp_param.sharded_state = fsdp2.sharded
+        group._sharded_state = fsdp2.sharded
+        return None
+
+    cls = fsdp2.group_classes[0]
+    return [(cls, "_to_unsharded", to_unsharded), (cls, "_to_sharded", to_sharded)]
+
+
+def _places(group: Any) -> Places | None:
+    state = group.__dict__.get(ATTRIBUTE)
+    if state is None or not state.settled:
+        return None
+    places: Places | None = state.places
+    if places is None and not state.places_tried:
+        state.places_tried = True
+        places = state.places = Places.of(group)
+    return places
+
+
+# -- dynamo's off-switch -----------------------------------------------------------------------
+
+
+def _dynamo_disable(fsdp2: Fsdp2) -> list[tuple[Any, str, Any]]:
+    """Only what the autograd engine calls: in forward, torch.compile must find torch's code."""
+    found = []
+    candidates = [(fsdp2.group_classes[0], n) for n in ("pre_backward", "post_backward")]
+    if fsdp2.state_class is not None:
+        candidates.append((fsdp2.state_class, "_pre_backward"))
+    for owner, name in candidates:
+        function = vars(owner).get(name)
+        raw = getattr(function, "__wrapped__", None)
+        if raw is not None and "_dynamo" in getattr(
+            getattr(function, "__code__", None), "co_names", ()
+        ):
+            found.append((owner, name, _undisabled(fsdp2, raw)))
+    return found
+
+
+def _undisabled(fsdp2: Fsdp2, raw: Callable[..., Any]) -> Any:
+    def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # With no frame evaluation set in this thread there is nothing to switch off.
+        if _no_frame_callback() and fsdp2.skips_hooks():
+            return raw(instance, *args, **kwargs)
+        return wrapped(*args, **kwargs)
+
+    return call
+
+
+def _no_frame_callback() -> bool:
+    if "torch._dynamo.eval_frame" not in sys.modules:
+        return False
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is None
+
+
+# -- 2.15's type checks ------------------------------------------------------------------------
+
+
+def _typecheck(fsdp2: Fsdp2) -> list[tuple[Any, str, Any]]:
+    available = getattr(torch.distributed, "_is_spmd_types_available", None)
+    if available is None or available():
+        return []
+
+    def no_typecheck(
+        wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return _NO_RANGE
+
+    name = "_spmd_no_typecheck"
+    return [
+        (module, name, no_typecheck)
+        for module in (fsdp2.group_module, fsdp2.state_module)
+        if hasattr(module, name)
+    ]
