@@ -28,8 +28,12 @@ class Counters:
         self.reset()
 
     def reset(self) -> None:
-        for name in self.__slots__:
-            setattr(self, name, 0)
+        self.all_gathers = 0
+        self.all_gather_bytes = 0
+        self.reduce_scatters = 0
+        self.reduce_scatter_bytes = 0
+        self.shared = 0
+        self.copied = 0
 
     def as_dict(self) -> dict[str, int]:
         return {name: getattr(self, name) for name in self.__slots__}

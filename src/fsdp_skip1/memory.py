@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -127,5 +126,3 @@ def _local(param: torch.Tensor) -> torch.Tensor:
     """The plain tensor behind a parameter, which beside tensor parallelism is a DTensor."""
     local: torch.Tensor = getattr(param, "_local_tensor", param)
     return local
-
-

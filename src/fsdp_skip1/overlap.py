@@ -57,7 +57,7 @@ class InFlight:
 
 def possible(device: torch.device) -> bool:
     """Whether an all-reduce may stay in flight: on the CPU, in a backward of the engine."""
-    return device.type == "cpu" and torch._C._current_graph_task_id() != -1
+    return device.type == "cpu" and bool(torch._C._current_graph_task_id() != -1)
 
 
 def current() -> InFlight:

@@ -17,7 +17,7 @@ import wrapt
 
 from fsdp_skip1 import trims
 from fsdp_skip1.counters import counters
-from fsdp_skip1.notices import log, warn_once
+from fsdp_skip1.notices import announce, heard, log, rank, warn_once
 from fsdp_skip1.plan import shard_mesh_size
 from fsdp_skip1.reduce import Reducer
 from fsdp_skip1.releases import NotUnderstood, read
@@ -88,11 +88,7 @@ def install(*, zero_copy: bool) -> bool:
             return True
         remove()
     try:
-        fsdp2 = read()
-        stranger = _replaced_outright(fsdp2)
-        if stranger is not None:
-            raise NotUnderstood(*stranger)
-        _install(fsdp2, zero_copy)
+        _install(look(), zero_copy)
     except NotUnderstood as error:
         warn_once(
             "not-understood",
@@ -109,6 +105,30 @@ def install(*, zero_copy: bool) -> bool:
         )
         return False
     return True
+
+
+def look() -> Fsdp2:
+    """The FSDP2 that is loaded, if it can be patched. Changes nothing.
+
+    Raises:
+        NotUnderstood: if it cannot.
+    """
+    fsdp2 = read()
+    stranger = _replaced_outright(fsdp2)
+    if stranger is not None:
+        raise NotUnderstood(*stranger)
+    return fsdp2
+
+
+def running() -> Fsdp2 | None:
+    """The FSDP2 that is patched at this moment, or None. For reports."""
+    unsharder = _unsharder
+    return None if unsharder is None else unsharder.fsdp2
+
+
+def points() -> tuple[PatchPoint, ...]:
+    """What is replaced at this moment. For reports."""
+    return tuple(_points)
 
 
 def _install(fsdp2: Fsdp2, zero_copy: bool) -> None:
@@ -132,7 +152,7 @@ def _install(fsdp2: Fsdp2, zero_copy: bool) -> None:
     _options["zero_copy"] = zero_copy
     _reducer = Reducer(fsdp2, fsdp2.reduce) if fsdp2.reduce is not None else None
     _unsharder = Unsharder(fsdp2, zero_copy=zero_copy, on_adopt=_on_adopt)
-    log("info", "on: torch %s, zero_copy=%s", torch.__version__, zero_copy)
+    announce("on", "on: torch %s, zero_copy=%s", torch.__version__, zero_copy)
 
 
 def remove() -> None:
@@ -155,7 +175,7 @@ def remove() -> None:
     if unsharder is not None:
         # After the methods are torch's again: a pending unshard becomes a real one.
         unsharder.stop(lambda group: group.unshard())
-        log("info", "off")
+        announce("off", "off")
 
 
 def _point(owner: Any, name: str) -> PatchPoint | None:
@@ -284,7 +304,8 @@ def reaches(start: Any, target: Any) -> bool:
 
 def walk(start: Any, limit: int = 64) -> Iterator[Any]:
     """``start`` and every function it wraps: by ``__wrapped__``, closure, partial or method."""
-    todo, seen = [start], set()
+    todo: list[Any] = [start]
+    seen: set[int] = set()
     while todo and len(seen) < limit:
         function = todo.pop()
         if function is None or id(function) in seen:

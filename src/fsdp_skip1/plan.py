@@ -129,7 +129,9 @@ def plan_param(fsdp_param: Any, zero_copy: bool) -> ParamPlan:
     if data.device.type == "meta":
         return ParamPlan(How.COPY, "still on the meta device")
     if _differs(data.device, fsdp_param.device):
-        return ParamPlan(How.TRANSFER, f"offloaded to {data.device}, computed on {fsdp_param.device}")
+        return ParamPlan(
+            How.TRANSFER, f"offloaded to {data.device}, computed on {fsdp_param.device}"
+        )
     dtype = unsharded_dtype(fsdp_param)
     if dtype != data.dtype:
         return ParamPlan(How.CAST, f"kept in {_short(data.dtype)}, computed in {_short(dtype)}")

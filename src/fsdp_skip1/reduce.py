@@ -70,9 +70,13 @@ class Reducer:
         counters.reduce_scatters += 1
         counters.reduce_scatter_bytes += sum([g.nbytes for g in grads])
         replicas = call.all_reduce_group
-        if replicas is not None and replicas.size() == 1 and call.all_reduce_grads:
-            if call.partial_reduce_output is None:
-                replicas = None  # an all-reduce over one rank
+        if (
+            replicas is not None
+            and replicas.size() == 1
+            and call.all_reduce_grads
+            and call.partial_reduce_output is None
+        ):
+            replicas = None  # an all-reduce over one rank
         if replicas is None and call.all_reduce_hook is None:
             return self._hand_over(call, grads)
         return self._all_reduce(call, grads, replicas)
@@ -95,10 +99,22 @@ class Reducer:
             del arrived
             torch._foreach_div_(grads, factor)
             grads = _cast(grads, [(t,) for t in _targets(call, grads)], call.device)
-        stream = _current_stream(call.device)
-        _accumulate(call.fsdp_params, grads, stream)
-        event = _record(stream, call.device)
-        return self._layout.result(_nothing(call.device), event, stream, event)
+        current = _current_stream(call.device)
+        if call.device.type == "cpu" or not any(p.offload_to_cpu for p in call.fsdp_params):
+            _accumulate(call.fsdp_params, grads, current)
+            done = event = _record(current, call.device)
+            stream = current
+        else:
+            # To the host beside the rest of backward, on the stream where stock has it.
+            stream = call.reduce_scatter_stream
+            stream.wait_stream(current)
+            event = current.record_event()
+            with torch.get_device_module(call.device).stream(stream):
+                for grad in grads:
+                    grad.record_stream(stream)  # freed here, long before it has been read there
+                _accumulate(call.fsdp_params, grads, stream)
+                done = stream.record_event()
+        return self._layout.result(_nothing(call.device), event, stream, done)
 
     def _all_reduce(
         self, call: ReduceArgs, grads: list[torch.Tensor], replicas: Any
@@ -142,7 +158,7 @@ class Reducer:
                 _accumulate_views(call, flat, sizes, reduce)
 
             overlap.current().add(work, finish, call.fsdp_params)
-            return self._layout.result(flat, None, reduce, None, flat, None)
+            return self._layout.result(flat, None, reduce, None)
         with device_module.stream(reduce):
             if replicas is not None and replicas.size() > 1:
                 dist.all_reduce(flat, group=replicas, op=division.op)
@@ -154,7 +170,8 @@ class Reducer:
             done = _record(reduce, call.device)
         # FSDP2 holds ``flat`` until ``reduced``; otherwise the next group's gradients could be
         # flattened into the same memory while this all-reduce still runs (pytorch PR 140044).
-        return self._layout.result(flat, scattered, reduce, done, flat, reduced)
+        held = None if reduced is None else flat
+        return self._layout.result(flat, scattered, reduce, done, held, reduced)
 
     @staticmethod
     def _stays_in_flight(call: ReduceArgs, replicas: Any) -> bool:
@@ -343,7 +360,9 @@ def _cast(
     return result
 
 
-def _flatten(grads: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _flatten(
+    grads: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     flat = torch.empty(sum(g.numel() for g in grads), dtype=dtype, device=device)
     torch._foreach_copy_(_views(flat, [g.size() for g in grads]), list(grads))
     return flat
@@ -370,8 +389,9 @@ def _held_elsewhere(grad: torch.Tensor) -> bool:
 
 def _accumulate(fsdp_params: Sequence[Any], grads: list[torch.Tensor], stream: Any) -> None:
     """Set or add up the sharded gradients, move offloaded ones to the host, run the hooks."""
-    for i, fsdp_param in enumerate(fsdp_params):
-        grad, grads[i] = grads[i], None  # type: ignore[call-overload]
+    grads.reverse()
+    for fsdp_param in fsdp_params:
+        grad = grads.pop()  # so that one moved to the host is freed here at once
         sharded_param = fsdp_param.sharded_param
         hooks = getattr(sharded_param, "_post_accumulate_grad_hooks", None)
         existing = sharded_param.grad

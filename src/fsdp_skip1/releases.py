@@ -225,12 +225,12 @@ class Fsdp2:
         config = getattr(dynamo, "config", None)
         return bool(getattr(config, "skip_fsdp_hooks", True))
 
-    def pending(self, group: Any) -> Any:
-        """An ``AllGatherResult`` that says: unshard was called, nothing is in flight."""
+    def pending(self, group: Any, event: Any = None) -> Any:
+        """An ``AllGatherResult`` that says: unshard was called, ``event`` is all to wait for."""
         placeholder = getattr(group, "_all_gather_output", None)
         if placeholder is None:
             placeholder = torch.empty(0, device=group.device)
-        return self.result_type(placeholder, None, None, [], [], [])
+        return self.result_type(placeholder, event, None, [], [], [])
 
     def release_all_gather_state(self, group: Any) -> None:
         """Let go of the previous group's all-gather output, as stock does in forward.
@@ -247,7 +247,6 @@ class Fsdp2:
         else:
             group._wait_all_gather_streams_on_event(state.event)
             context.all_gather_state = None
-
 
     def renew_dtypes(self, group: Any) -> None:
         """Resolve the mixed-precision dtypes again if ``module.to(dtype)`` changed them.
@@ -285,9 +284,9 @@ def preserve_versions(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractCon
     return stack
 
 
-_PRESERVES_MANY = "tensors" in inspect.signature(
-    torch.autograd._unsafe_preserve_version_counter
-).parameters
+_PRESERVES_MANY = (
+    "tensors" in inspect.signature(torch.autograd._unsafe_preserve_version_counter).parameters
+)
 
 
 def storage_holders(tensor: torch.Tensor) -> int:

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
 VARIABLE = "FSDP_SKIP1_TRIMS"
 
-# What a wrapper for wrapt looks like.
-Wrapper = "Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]"
-
 REASONS = {
     "ranges": "a profiler range records nothing while no profiler runs, yet costs two operators",
     "post_backward_function": "from torch 2.13 on its apply() inspects a signature at every call",
@@ -80,9 +77,7 @@ def _ranges(fsdp2: Fsdp2) -> list[tuple[Any, str, Any]]:
     if not hasattr(fsdp2.group_module, "record_function"):
         return []
 
-    def record_function(
-        wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def record_function(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.autograd._profiler_enabled() or kwargs or _observed():
             return wrapped(*args, **kwargs)
         return _NO_RANGE
@@ -91,10 +86,7 @@ def _ranges(fsdp2: Fsdp2) -> list[tuple[Any, str, Any]]:
 
 
 def _observed() -> bool:
-    """Whether something else listens to ranges: an execution trace, or a dispatch mode."""
-    profiler = sys.modules.get("torch.profiler.profiler")
-    observer = getattr(profiler, "ExecutionTraceObserver", None)
-    del observer
+    """Whether a dispatch mode looks on: it finds the same operators as in stock."""
     return bool(torch._C._len_torch_dispatch_stack())
 
 
@@ -124,9 +116,7 @@ def _post_backward_function(fsdp2: Fsdp2) -> list[tuple[Any, str, Any]]:
 
     plain = (torch.Tensor, nn.Parameter)
 
-    def register(
-        wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def register(wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (
             kwargs
             or len(args) != 2
@@ -149,9 +139,7 @@ def _post_backward_function(fsdp2: Fsdp2) -> list[tuple[Any, str, Any]]:
         if not tensors:
             return inputs, keywords
         outputs = iter(PostBackward.apply(group, *tensors))
-        inputs = tuple(
-            next(outputs) if type(v) in plain and v.requires_grad else v for v in inputs
-        )
+        inputs = tuple(next(outputs) if type(v) in plain and v.requires_grad else v for v in inputs)
         keywords = {
             k: next(outputs) if type(v) in plain and v.requires_grad else v
             for k, v in keywords.items()
@@ -216,9 +204,7 @@ def _registration(fsdp2: Fsdp2) -> list[tuple[Any, str, Any]]:
         group._sharded_state = fsdp2.unsharded
         return None
 
-    def to_sharded(
-        wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def to_sharded(wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         places = _places(group)
         if places is None or group._sharded_state is not fsdp2.unsharded:
             return wrapped(*args, **kwargs)
@@ -288,9 +274,7 @@ def _typecheck(fsdp2: Fsdp2) -> list[tuple[Any, str, Any]]:
     if available is None or available():
         return []
 
-    def no_typecheck(
-        wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def no_typecheck(*_: Any) -> Any:
         return _NO_RANGE
 
     name = "_spmd_no_typecheck"

@@ -9,6 +9,7 @@ finalization, which clears a pending result, would find nothing to clear.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -16,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fsdp_skip1 import transfer
 from fsdp_skip1.counters import counters
 from fsdp_skip1.memory import is_shared, make_private, prepare_buffers, share
 from fsdp_skip1.plan import How, plan_group, unsharded_dtype
 from fsdp_skip1.releases import functorch_active, preserve_versions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from fsdp_skip1.plan import GroupPlan
     from fsdp_skip1.releases import Fsdp2
@@ -56,7 +58,17 @@ class GroupState:
         settled: every parameter shares memory, so that nothing is left to do at an unshard.
     """
 
-    __slots__ = ("basis", "nbytes", "pending", "places", "places_tried", "plan", "settled")
+    __slots__ = (
+        "basis",
+        "nbytes",
+        "pending",
+        "places",
+        "places_tried",
+        "plan",
+        "settled",
+        "started",
+        "transfers",
+    )
 
     def __init__(self, plan: GroupPlan, pending: Any) -> None:
         self.plan = plan
@@ -64,6 +76,8 @@ class GroupState:
         self.basis: list[tuple[Any, torch.Tensor, torch.dtype | None]] = []  # not planned yet
         self.settled = False
         self.nbytes = 0
+        self.transfers = False  # offloaded, on a device with streams
+        self.started: Fill | None = None  # the transfer that ``unshard`` has queued
         self.places: Any = None  # where its parameters are registered, for the trims
         self.places_tried = False
 
@@ -71,8 +85,8 @@ class GroupState:
 class Unsharder:
     """``unshard`` and ``wait_for_unshard`` for groups whose shard mesh has size 1.
 
-    One lives as long as the plugin is on. ``original_unshard`` is torch's (or whatever was
-    installed before us), for a pending unshard that has to become a real one.
+    One lives as long as the plugin is on. ``on_adopt`` is asked once for each group; it may
+    answer with a reason to leave the group to torch.
     """
 
     def __init__(
@@ -104,6 +118,9 @@ class Unsharder:
             return wrapped(*args, **kwargs)
         if not group.unshard_in_backward and group._training_state is fsdp2.pre_backward:
             return None
+        if state.transfers:
+            with _lock:
+                self._start_transfer(group, state)
         group._all_gather_result = state.pending
         return None
 
@@ -149,8 +166,17 @@ class Unsharder:
             self.fsdp2.release_all_gather_state(group)
         if state.settled and self._basis_holds(state):
             counters.shared += len(state.basis)
-        else:
-            self._fill(group, state)
+            return
+        started, state.started = state.started, None
+        with _creating_parameters():
+            if started is not None:
+                transfer.wait(group, started.event)
+                if self._basis_holds(state):
+                    started.build()
+                    return
+            fill = self._plan_fill(group, state)
+            fill.copy()
+            fill.build()
 
     @staticmethod
     def _basis_holds(state: GroupState) -> bool:
@@ -161,54 +187,29 @@ class Unsharder:
                 return False
         return bool(state.basis)
 
-    def _fill(self, group: Any, state: GroupState) -> None:
-        """Give every parameter of the group its data, by the plan, with one copy a dtype pair."""
-        # Parameters made in inference mode could never train, see pytorch PR 197327; and under
-        # functorch every tensor made here would belong to the transform.
-        with torch.inference_mode(False), torch.no_grad():
-            if functorch_active():
-                with torch._C._DisableFuncTorch():
-                    self._fill_now(group, state)
-            else:
-                self._fill_now(group, state)
+    def _start_transfer(self, group: Any, state: GroupState) -> None:
+        """Queue the copies of an offloaded group now, so that they overlap what comes before it."""
+        with _creating_parameters():
+            fill = self._plan_fill(group, state)
+            fill.event = transfer.issue(group, fill.copy)
+        state.started = fill
+        state.pending = self.fsdp2.pending(group, fill.event)
 
-    def _fill_now(self, group: Any, state: GroupState) -> None:
+    def _plan_fill(self, group: Any, state: GroupState) -> Fill:
+        """Allocate what the group's parameters need and line up the copies, by the plan."""
         self.fsdp2.renew_dtypes(group)
         if not self._basis_holds(state) or any(p.provisional for p in state.plan.params):
             self._replan(group, state)
-        copies = Copies()
-        to_build: list[Any] = []
+        fill = Fill()
         for fsdp_param, param_plan in zip(group.fsdp_params, state.plan.params):
-            how = param_plan.how
-            if how is How.SHARE:
+            if param_plan.how is How.SHARE:
                 if not (is_shared(fsdp_param) and _sees(fsdp_param)):
                     share(fsdp_param)
                 counters.shared += 1
-                continue
-            counters.copied += 1
-            data = fsdp_param._sharded_param_data
-            if how is How.EXTENSION:
-                inputs = fsdp_param.all_gather_inputs
-                buffers = prepare_buffers(
-                    fsdp_param, [t.numel() for t in inputs], [t.dtype for t in inputs]
-                )
-                for buffer, source in zip(buffers, inputs):
-                    copies.add(buffer, source)
-                to_build.append(fsdp_param)
-                continue
-            if how is How.TRANSFER or type(data) is not torch.Tensor:
-                source = fsdp_param.all_gather_inputs[0]
             else:
-                source = data.view(-1)
-            buffers = prepare_buffers(fsdp_param, [data.numel()], [unsharded_dtype(fsdp_param)])
-            copies.add(buffers[0], source)
-            if not hasattr(fsdp_param, "_unsharded_param"):
-                to_build.append(fsdp_param)
-        copies.run()
-        # An extension builds its parameter from the data, so this comes after the copy.
-        for fsdp_param in to_build:
-            fsdp_param.init_unsharded_param()
-        state.settled = all(p.how is How.SHARE for p in state.plan.params)
+                fill.add(fsdp_param, param_plan.how)
+                counters.copied += 1
+        return fill
 
     def _replan(self, group: Any, state: GroupState) -> None:
         state.plan = plan_group(self.fsdp2, group, zero_copy=self._zero_copy)
@@ -216,7 +217,10 @@ class Unsharder:
             (p, p._sharded_param_data, getattr(p, "param_dtype", None)) for p in group.fsdp_params
         ]
         state.nbytes = sum(d.numel() * d.element_size() for _, d, _ in state.basis)
-        state.settled = False
+        state.settled = all(p.how is How.SHARE for p in state.plan.params)
+        state.transfers = transfer.has_streams(group.device) and any(
+            p.how is How.TRANSFER for p in state.plan.params
+        )
 
     # -- life of a group -------------------------------------------------------------------
 
@@ -229,6 +233,9 @@ class Unsharder:
                 plan = type(plan)(plan.shard_size, plan.replicas, (), left_to_torch=refusal)
             pending = None if plan.left_to_torch is not None else self.fsdp2.pending(group)
             state = GroupState(plan, pending)
+            state.transfers = transfer.has_streams(group.device) and any(
+                p.how is How.TRANSFER for p in plan.params
+            )
             group.__dict__[ATTRIBUTE] = state
             _adopted.add(group)
             return state
@@ -259,29 +266,89 @@ class Unsharder:
                 self._hand_back(group)
                 del group.__dict__[ATTRIBUTE]
                 if state.pending is not None and group._all_gather_result is state.pending:
+                    if state.started is not None:
+                        transfer.wait(group, state.started.event)
                     group._all_gather_result = None
                     unshard(group)
             _adopted.clear()
 
 
-class Copies:
+class Fill:
     """The copies of one unshard, one multi-tensor call for each pair of dtypes and devices."""
 
-    __slots__ = ("_pairs",)
+    __slots__ = ("_builds", "_copies", "_extensions", "_stagings", "event")
 
     def __init__(self) -> None:
-        self._pairs: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._copies: _Pairs = {}
+        self._stagings: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._extensions: list[Any] = []
+        self._builds: list[Any] = []
+        self.event: Any = None  # marks the end of the copies, where they were queued early
 
-    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def add(self, fsdp_param: Any, how: How) -> None:
+        if how is How.EXTENSION:
+            self._extensions.append(fsdp_param)
+            self._builds.append(fsdp_param)
+            return
+        data = fsdp_param._sharded_param_data
+        source = data.view(-1) if type(data) is torch.Tensor else fsdp_param.all_gather_inputs[0]
+        dtype = unsharded_dtype(fsdp_param)
+        (buffer,) = prepare_buffers(fsdp_param, [data.numel()], [dtype])
+        if how is How.TRANSFER and source.dtype != dtype:
+            self._stagings.append((buffer, source))
+        else:
+            self._add(buffer, source)
+        if not hasattr(fsdp_param, "_unsharded_param"):
+            self._builds.append(fsdp_param)
+
+    def copy(self) -> None:
+        """Queue every copy on the current stream."""
+        for fsdp_param in self._extensions:
+            inputs = fsdp_param.all_gather_inputs  # calls the extension's hook
+            buffers = prepare_buffers(
+                fsdp_param, [t.numel() for t in inputs], [t.dtype for t in inputs]
+            )
+            for buffer, source in zip(buffers, inputs):
+                self._add(buffer, source)
+        # Cross the bus first and cast on the device: the other way round would cast on the host
+        # and keep it busy.
+        for buffer, source in self._stagings:
+            staged = torch.empty(source.numel(), dtype=source.dtype, device=buffer.device)
+            staged.copy_(source, non_blocking=True)
+            self._add(buffer, staged)
+        for targets, sources in self._copies.values():
+            with preserve_versions(targets):
+                torch._foreach_copy_(targets, sources, non_blocking=True)
+        self._copies.clear()
+
+    def build(self) -> None:
+        """Make the unsharded parameters, where there is none; an extension's from its data."""
+        for fsdp_param in self._builds:
+            fsdp_param.init_unsharded_param()
+
+    def _add(self, target: torch.Tensor, source: torch.Tensor) -> None:
         key = (target.dtype, source.dtype, source.device)
-        targets, sources = self._pairs.setdefault(key, ([], []))
+        targets, sources = self._copies.setdefault(key, ([], []))
         targets.append(target)
         sources.append(source)
 
-    def run(self) -> None:
-        for targets, sources in self._pairs.values():
-            with preserve_versions(targets):
-                torch._foreach_copy_(targets, sources)
+
+_Pairs = dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]]
+
+
+@contextlib.contextmanager
+def _creating_parameters() -> Iterator[None]:
+    """The modes in which an unsharded parameter is made and filled.
+
+    One made in inference mode could never train (pytorch PR 197327), and under functorch every
+    tensor made here would belong to the transform.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        if functorch_active():
+            with torch._C._DisableFuncTorch():
+                yield
+        else:
+            yield
 
 
 def _sees(fsdp_param: Any) -> bool:

@@ -148,7 +148,9 @@ def build(options: Options, model: str, device: torch.device, batches: Batches) 
 
     def ddp(module: ByteModel) -> nn.Module:
         # Buffers are constants here, and FSDP2 does not broadcast them either.
-        return DistributedDataParallel(module.to(device), broadcast_buffers=False)
+        known = inspect.signature(DistributedDataParallel).parameters
+        sync = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        return DistributedDataParallel(module.to(device), **{sync: False})
 
     def shard(module: ByteModel) -> nn.Module:
         if world == 1:

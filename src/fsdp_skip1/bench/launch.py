@@ -133,7 +133,8 @@ def _machine(options: Options) -> dict[str, str]:
     if options.device == "cuda":
         device = torch.cuda.get_device_name()
     else:
-        device = f"{platform.machine()} CPU, {options.threads} thread(s) a rank"
+        threads = "1 thread" if options.threads == 1 else f"{options.threads} threads"
+        device = f"{platform.machine()} CPU, {threads}"
     return {
         "fsdp_skip1": fsdp_skip1.__version__,
         "torch": torch.__version__,

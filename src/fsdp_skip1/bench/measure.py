@@ -194,7 +194,9 @@ def _memory(trainer: Trainer, device: torch.device) -> tuple[int, int]:
         trainer.finish(loss)
         return after - before, peak
     # The profiler hears of every allocation, also of those that no operator makes.
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
         loss = trainer.step()
     events = profiler.profiler.kineto_results.events()
     sizes = [event.nbytes() for event in events if event.name() == "[memory]"]
@@ -211,7 +213,7 @@ def _trace(trainer: Trainer, device: torch.device, options: Options, model: str)
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, acc_events=True) as profiler:
         for _ in range(2):
             with record_function(f"step ({trainer.title})"):
                 loss = trainer.step()

@@ -118,7 +118,8 @@ def plot(report: Report, file: Path) -> None:
     comparisons = report.comparisons
     arms = [arm.title for arm in comparisons[0].arms[1:]]
     baseline = comparisons[0].arms[0].title
-    figure, axes = plt.subplots(figsize=(8, 0.8 + 0.45 * (len(arms) + 1) * len(comparisons)))
+    inches = 8, 1.2 + 0.45 * (len(arms) + 1) * len(comparisons)
+    figure, axes = plt.subplots(figsize=inches, layout="constrained")
     height = 0.8 / len(arms)
     for number, title in enumerate(arms):
         for place, comparison in enumerate(comparisons):
@@ -137,10 +138,10 @@ def plot(report: Report, file: Path) -> None:
     axes.margins(x=0.1)
     axes.set_xlabel(f"time of a step, {baseline} = 1 (median and quartiles)")
     axes.set_title(f"torch {report.machine['torch']}, {report.machine['device']}")
-    axes.legend(loc="lower right")
+    figure.legend(loc="outside lower center", ncols=len(arms), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     metadata = {"Date": None} if file.suffix.lower() == ".svg" else None
-    figure.savefig(file, bbox_inches="tight", dpi=150, metadata=metadata)
+    figure.savefig(file, dpi=150, metadata=metadata)
     plt.close(figure)
 
 
@@ -149,15 +150,15 @@ def _pretty_table(title: str, comparison: Comparison) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(COLUMNS):
         table.add_column(column, justify="right" if number else "left", no_wrap=True)
     for arm in comparison.arms:
         style = "red" if arm.bitwise is False else "bold" if "skip1" in arm.title else None
         table.add_row(*_row(comparison, arm), style=style)
-    # Folded to a narrow terminal, or to the 80 columns of a pipe, it could not be read.
-    console = Console()
-    console.width = max(console.width, console.measure(table).maximum, 100)
+    # Wide enough for any table: one that is cut to fit a terminal or a pipe loses numbers.
+    console = Console(width=200)
+    console.print(f"\n{title}", style="italic", highlight=False, markup=False)
     console.print(table)
     for arm in comparison.arms:
         if arm.failure:
@@ -205,7 +206,7 @@ def _legend(report: Report) -> str:
     baseline = report.comparisons[0].arms[0].title
     return (
         "Step: forward and backward; the optimizer is not timed.\n"
-        f"Ratio: to the {baseline}'s step; median (quartiles) of rounds in which the arms take turns.\n"
+        f"Ratio: to the {baseline}'s step; median (quartiles) of rounds in which all arms run.\n"
         "Comms: collectives in one step.\n"
         f"Data ops, bytes allocated, peak memory: what one step has beyond the {baseline}."
     )
