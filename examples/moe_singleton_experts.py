@@ -4,6 +4,7 @@
 
 Attention, norms and routers shard over all ranks. An expert that has a rank to itself is wrapped
 all the same, for FSDP2's mixed precision, clipping and checkpoints; its shard mesh has size 1.
+Needs torch 2.8 or later, for `set_gradient_divide_factor`.
 """
 
 from __future__ import annotations

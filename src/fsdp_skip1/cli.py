@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 
 import fsdp_skip1
@@ -31,8 +32,32 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     # Each command adds its parser here, and sets `run` to what takes the arguments and returns the
     # exit code.
+    _add_doctor(commands)
     _add_bench(commands)
     return parser
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    text = "see whether the skip works here; the output is what a bug report needs"
+    parser = commands.add_parser(
+        "doctor",
+        help=text,
+        description="Show the installation and the plugin's status, and run one training step of "
+        "two layers in a fresh process, with the plugin and without.",
+        epilog="exit code: 0 if the skip works, 1 if the plugin is off, 2 if it cannot work here: "
+        "torch is missing, has no FSDP2, or is not understood",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="only this one")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from fsdp_skip1.doctor import diagnose
+
+    found = diagnose(args.device)
+    print(json.dumps(found.to_dict(), indent=1) if args.json else found)
+    return found.exit_code
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

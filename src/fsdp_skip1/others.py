@@ -28,14 +28,14 @@ _VALUES = 32
 _ROOT = str(Path(torch.__file__).parent) + "/"
 
 # Of what has no code of its own: the attribute that holds what is called.
-_HOLDERS: dict[type, str] = {
-    types.MethodType: "__func__",
-    staticmethod: "__func__",
-    classmethod: "__func__",
-    functools.partial: "func",
-    functools.partialmethod: "func",
-    property: "fget",
-}
+_HOLDERS: tuple[tuple[type, str], ...] = (
+    (types.MethodType, "__func__"),
+    (staticmethod, "__func__"),
+    (classmethod, "__func__"),
+    (functools.partial, "func"),
+    (functools.partialmethod, "func"),
+    (property, "fget"),
+)
 _PROXY: type = wrapt.FunctionWrapper.__mro__[-2]
 
 
@@ -109,7 +109,7 @@ def describe(value: Any) -> str:
         holder = _holder(type(value))
         if holder is None:
             break
-        value = getattr(value, holder)
+        value = _safely(getattr, value, holder)
     if issubclass(type(value), _PROXY):
         value = _safely(object.__getattribute__, value, "_self_wrapper") or value
     if type(value) is types.FunctionType:
@@ -131,7 +131,7 @@ def _within(value: Any, owner: Any) -> Iterator[Any]:
     cls = type(value)
     holder = _holder(cls)
     if holder is not None:
-        yield getattr(value, holder)
+        yield _safely(getattr, value, holder)
     elif issubclass(cls, _PROXY):
         # The proxy's own slots; any other attribute is that of what it wraps.
         for name in ("__wrapped__", "_self_parent", "_self_wrapper"):
@@ -142,7 +142,7 @@ def _within(value: Any, owner: Any) -> Iterator[Any]:
     elif not issubclass(cls, (type, types.ModuleType)):
         stored = _stored(value)
         yield stored.get("__wrapped__")
-        yield _of_class(cls, "__call__")
+        yield of_class(cls, "__call__")
         yield from _some(stored.values())
 
 
@@ -162,7 +162,7 @@ def _of_function(function: types.FunctionType, owner: Any) -> Iterator[Any]:
     spaces = [function.__globals__, _stored(owner), *map(_stored, enclosed[:8])]
     for name in _names(function.__code__):
         for space in spaces:
-            value = space.get(name)
+            value = dict.get(space, name) if isinstance(space, dict) else space.get(name)
             yield value
             yield from _contents(value)
 
@@ -198,13 +198,14 @@ def _some(values: Iterable[Any]) -> list[Any]:
 
 def _is_callable(value: Any) -> bool:
     cls = type(value)
-    return _of_class(cls, "__call__") is not None or _holder(cls) is not None
+    return of_class(cls, "__call__") is not None or _holder(cls) is not None
 
 
 def _holder(cls: type) -> str | None:
     for base in type.__getattribute__(cls, "__mro__"):
-        if base in _HOLDERS:
-            return _HOLDERS[base]
+        for known, attribute in _HOLDERS:
+            if base is known:
+                return attribute
     return None
 
 
@@ -214,7 +215,7 @@ def _stored(value: Any) -> Mapping[str, Any]:
     return found if type(found) in (dict, types.MappingProxyType) else {}
 
 
-def _of_class(cls: type, name: str) -> Any:
+def of_class(cls: type, name: str) -> Any:
     for base in type.__getattribute__(cls, "__mro__"):
         found = type.__getattribute__(base, "__dict__").get(name)
         if found is not None:

@@ -1,110 +1,98 @@
 """Where the plugin is installed and removed.
 
 Patched are two methods of ``FSDPParamGroup``, the function ``foreach_reduce`` in each module
-that holds it, and one method of ``FSDPState``. Each replacement is a wrapt wrapper that asks at
-call time whether the plugin is on; off, it only passes through.
+that holds it, one method of ``FSDPState``, and what ``trims`` asks for. Each replacement is a
+wrapper that asks at call time whether the plugin is on; off, it only passes through.
+
+[Note: other patchers]
+Whose wrapper is outside and whose inside depends on who came first.
+
+*Before us.* A wrapper around torch's method is wrapped again: a group of shard size 1 goes
+around it, every other group through it. A method that does not lead to torch's own is left alone,
+and so is all of FSDP2 with it.
+
+*After us.* torch's finishing of an unshard may choke on one of ours (2.6 - 2.8), so ours is only
+begun where ours will finish it. Whether somebody else's ``wait_for_unshard`` calls ours cannot
+be known from looking at it, so it is tried out with an unshard of torch's own, group by group.
 """
 
 from __future__ import annotations
 
-import functools
-import sys
-import types
+import os
+import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-import wrapt
 
-from fsdp_skip1 import trims
+from fsdp_skip1 import others, trims
 from fsdp_skip1.counters import counters
 from fsdp_skip1.notices import announce, heard, log, rank, warn_once
 from fsdp_skip1.plan import shard_mesh_size
+from fsdp_skip1.points import PatchPoint, is_ours, without_ours
 from fsdp_skip1.reduce import Reducer
 from fsdp_skip1.releases import NotUnderstood, read
-from fsdp_skip1.unshard import Unsharder
+from fsdp_skip1.unshard import ATTRIBUTE, Unsharder, adopted_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from fsdp_skip1.plan import GroupPlan
+    from fsdp_skip1.points import Wrapping
     from fsdp_skip1.releases import Fsdp2
 
 _unsharder: Unsharder | None = None
 _reducer: Reducer | None = None
-_points: list[PatchPoint] = []
 _options: dict[str, bool] = {}
+# What is replaced at this moment; while off, what somebody else's wrapper still leads to.
+_points: list[PatchPoint] = []
+# Everything that was ever replaced, see [Note: soft undo].
+_places: dict[tuple[int, str], PatchPoint] = {}
+# Our wrapper of ``wait_for_unshard``, by the class that it is on.
+_waits: dict[type, Any] = {}
+# What was found in place of ours, and reported.
+_judged: dict[PatchPoint, Any] = {}
+# Held by whoever adds or removes points.
+_changing = threading.RLock()
+
+_WAIT = "wait_for_unshard"
+_ESSENTIAL = ("unshard", _WAIT, "foreach_reduce")
 
 
-class PatchPoint:
-    """One attribute of one class or module that is replaced while the plugin is on."""
+def _new_lock() -> None:
+    global _changing
+    _changing = threading.RLock()
 
-    def __init__(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        self.owner = owner
-        self.name = name
-        self._wrapper = wrapper
-        self.original: Any = None
-        self.installed: Any = None
-        self._seen: Any = None
 
-    @property
-    def current(self) -> Any:
-        return vars(self.owner).get(self.name)
-
-    def install(self) -> None:
-        if self.installed is not None and reaches(self.current, self.installed):
-            return
-        self.original = self.current
-        self.installed = wrapt.FunctionWrapper(self.original, self._wrapper)
-        setattr(self.owner, self.name, self.installed)
-        self._seen = self.installed
-
-    def remove(self) -> bool:
-        """Put the original back; False if somebody has wrapped ours, which then stays."""
-        if self.current is self.installed:
-            setattr(self.owner, self.name, self.original)
-            self.installed = None
-            return True
-        if not reaches(self.current, self.installed):
-            self.installed = None  # somebody put another function there, ours is gone
-            return True
-        return False
-
-    def holds(self) -> bool:
-        """Whether a call still arrives at our wrapper, perhaps through somebody else's."""
-        current = self.current
-        if current is self._seen:
-            return True
-        if reaches(current, self.installed):
-            self._seen = current
-            return True
-        return False
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_new_lock)
 
 
 def install(*, zero_copy: bool) -> bool:
     """Patch the FSDP2 that is loaded. Returns whether it took; never raises."""
-    global _unsharder, _reducer
-    if _unsharder is not None:
-        if _options.get("zero_copy") == zero_copy and all(p.holds() for p in _points):
-            return True
-        remove()
-    try:
-        _install(look(), zero_copy)
-    except NotUnderstood as error:
-        warn_once(
-            "not-understood",
-            f"fsdp_skip1 leaves torch {torch.__version__} as it is: found {error.found}, "
-            f"expected {error.expected}. Training goes on with torch's own code.",
-        )
-        return False
-    except Exception as error:
-        remove()
-        warn_once(
-            "install-failed",
-            f"fsdp_skip1 could not be switched on ({type(error).__name__}: {error}). "
-            "Training goes on with torch's own code.",
-        )
-        return False
-    return True
+    with _changing:
+        if _unsharder is not None:
+            if _options.get("zero_copy") == zero_copy and all(p.holds() for p in _points):
+                return True
+            remove()
+        try:
+            _install(look(), zero_copy)
+        except NotUnderstood as error:
+            warn_once(
+                f"not-understood:{error.found}",
+                f"fsdp_skip1 leaves torch {torch.__version__} as it is: found {error.found}, "
+                f"expected {error.expected}. Training goes on without the plugin.",
+            )
+            return False
+        except Exception as error:
+            remove()
+            warn_once(
+                "install-failed",
+                f"fsdp_skip1 could not be switched on ({type(error).__name__}: {error}). "
+                "Training goes on without the plugin.",
+            )
+            return False
+        return True
 
 
 def look() -> Fsdp2:
@@ -113,11 +101,7 @@ def look() -> Fsdp2:
     Raises:
         NotUnderstood: if it cannot.
     """
-    fsdp2 = read()
-    stranger = _replaced_outright(fsdp2)
-    if stranger is not None:
-        raise NotUnderstood(*stranger)
-    return fsdp2
+    return read()
 
 
 def running() -> Fsdp2 | None:
@@ -131,23 +115,49 @@ def points() -> tuple[PatchPoint, ...]:
     return tuple(_points)
 
 
+def taken_over(group: Any) -> str | None:
+    """Why an unshard of this group does not come to ours, or None. For reports."""
+    for point in _points:
+        if (
+            point.name in ("unshard", _WAIT)
+            and isinstance(group, point.owner)
+            and not point.holds()
+        ):
+            return f"{point.name} was replaced by {others.describe(point.current)}"
+    method = _method_of(group, _WAIT)
+    state = group.__dict__.get(ATTRIBUTE)
+    if _ours_waits(group) or is_ours(method) or state is None or state.proof is method:
+        return None
+    return f"{_WAIT} was wrapped by {others.describe(method)}, which has not called ours yet"
+
+
 def _install(fsdp2: Fsdp2, zero_copy: bool) -> None:
     global _unsharder, _reducer
-    wanted: list[tuple[Any, str, Callable[..., Any]]] = []
+    _tidy_places()
+    wanted: list[tuple[Any, str, Callable[[PatchPoint], Wrapping]]] = []
     for cls in fsdp2.group_classes:
-        wanted += [(cls, "unshard", _unshard), (cls, "wait_for_unshard", _wait_for_unshard)]
+        wanted += [(cls, "unshard", _unshard), (cls, _WAIT, _wait_for_unshard)]
     if fsdp2.reduce is not None:
         wanted += [(module, "foreach_reduce", _foreach_reduce) for module in fsdp2.reduce_modules]
     else:
-        log("info", "reduction is left to torch: %s", fsdp2.reduce_reason)
-    if fsdp2.state_class is not None and "_root_pre_forward" in vars(fsdp2.state_class):
-        wanted.append((fsdp2.state_class, "_root_pre_forward", _root_pre_forward))
-    wanted += [(owner, name, _while_on(wrapper)) for owner, name, wrapper in trims.patches(fsdp2)]
-    for owner, name, wrapper in wanted:
-        point = _point(owner, name) or PatchPoint(owner, name, wrapper)
-        point.install()
+        warn_once(f"reduce:{fsdp2.reduce_reason}", f"fsdp_skip1 {fsdp2.reduce_reason}.")
+    wanted.append((fsdp2.state_class, "_root_pre_forward", _root_pre_forward))
+    for owner, name, wrapper in trims.patches(fsdp2):
+        # A trim stands in for torch's code, not for somebody else's.
+        if others.is_untouched(without_ours(vars(owner).get(name))):
+            wanted.append((owner, name, _while_on(wrapper)))
+    for owner, name, make in wanted:
+        point = _point(owner, name) or PatchPoint(owner, name, make)
+        point.install(_points)
         if point not in _points:
             _points.append(point)
+        _places[id(owner), name] = point
+        stranger = point.bypassed()
+        if stranger is not None:
+            log("info", "%s was wrapped by %s before", point, others.describe(stranger))
+    _waits.clear()
+    _waits.update({point.owner: point.installed for point in _points if point.name == _WAIT})
+    _judged.clear()
     counters.reset()
     _options["zero_copy"] = zero_copy
     _reducer = Reducer(fsdp2, fsdp2.reduce) if fsdp2.reduce is not None else None
@@ -156,26 +166,32 @@ def _install(fsdp2: Fsdp2, zero_copy: bool) -> None:
 
 
 def remove() -> None:
-    """Restore torch's methods and every live parameter group. Idempotent."""
+    """Restore every live parameter group and torch's methods. Idempotent."""
     global _unsharder, _reducer
-    unsharder, _unsharder = _unsharder, None
-    reducer, _reducer = _reducer, None
-    if reducer is not None:
-        reducer.stop()
-    staying = []
-    for point in reversed(_points):
-        if not point.remove():
-            staying.append(point)
+    with _changing:
+        unsharder, reducer = _unsharder, _reducer
+        groups = adopted_groups()
+        if reducer is not None:
+            reducer.stop()
+        if unsharder is not None:
+            # While ours is still in place: it passes through from here on, and another thread
+            # may be between an unshard of ours and its end.
+            unsharder.stop(lambda group: group.unshard())
+        _unsharder = _reducer = None
+        staying = [point for point in reversed(_points) if not point.remove()]
+        for point in staying:
             log(
                 "info",
-                "%s was wrapped by somebody else; ours stays below it and passes through",
-                f"{_name(point.owner)}.{point.name}",
+                "%s was wrapped by %s since; ours stays below that and passes through",
+                point,
+                others.describe(point.current),
             )
-    _points[:] = staying
-    if unsharder is not None:
-        # After the methods are torch's again: a pending unshard becomes a real one.
-        unsharder.stop(lambda group: group.unshard())
-        announce("off", "off")
+        _points[:] = staying
+        _tidy_places()
+        for group in groups:
+            _tidy_instance(group)
+        if unsharder is not None:
+            announce("off", "off")
 
 
 def _point(owner: Any, name: str) -> PatchPoint | None:
@@ -188,50 +204,96 @@ def _point(owner: Any, name: str) -> PatchPoint | None:
 # -- the wrappers ------------------------------------------------------------------------------
 
 
-def _unshard(wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    unsharder = _unsharder
-    if unsharder is None:
-        return wrapped(*args, **kwargs)
-    return unsharder.unshard(wrapped, group, args, kwargs)
+def _unshard(point: PatchPoint) -> Wrapping:
+    def unshard(wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        unsharder = _unsharder
+        if unsharder is None:
+            return _pass_through(point, wrapped, group, args, kwargs)
+        if not _ours_waits(group) and not _may_begin(unsharder, group):
+            unsharder.hand_back(group)
+            return wrapped(*args, **kwargs)
+        return unsharder.unshard(wrapped, group, args, kwargs)
+
+    return unshard
 
 
-def _wait_for_unshard(
-    wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    unsharder = _unsharder
-    if unsharder is None:
-        return wrapped(*args, **kwargs)
-    return unsharder.wait_for_unshard(wrapped, group, args, kwargs)
+def _wait_for_unshard(point: PatchPoint) -> Wrapping:
+    def wait_for_unshard(
+        wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        unsharder = _unsharder
+        if unsharder is None:
+            return _pass_through(point, wrapped, group, args, kwargs)
+        state = group.__dict__.get(ATTRIBUTE)
+        if state is None:
+            _look_again()  # not unsharded through ours
+        elif not _ours_waits(group):
+            state.proof = _method_of(group, _WAIT)
+        return unsharder.wait_for_unshard(wrapped, group, args, kwargs)
+
+    return wait_for_unshard
 
 
-def _foreach_reduce(
-    wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    reducer = _reducer
-    if reducer is None:
-        return wrapped(*args, **kwargs)
-    return reducer.foreach_reduce(wrapped, args, kwargs)
+def _foreach_reduce(point: PatchPoint) -> Wrapping:
+    def foreach_reduce(
+        wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        reducer = _reducer
+        if reducer is None:
+            return _pass_through(point, wrapped, instance, args, kwargs)
+        return reducer.foreach_reduce(wrapped, args, kwargs)
+
+    return foreach_reduce
 
 
-def _root_pre_forward(
-    wrapped: Any, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _root_pre_forward(point: PatchPoint) -> Wrapping:
     """Let the compute stream wait for ``set_post_optim_event`` too.
 
     Stock only makes the all-gather streams wait. Shared parameters are read by whatever stream
     runs forward.
     """
-    unsharder = _unsharder
-    event = None if unsharder is None else state._state_ctx.post_optim_event
-    result = wrapped(*args, **kwargs)
-    if event is not None and unsharder is not None and state._state_ctx.post_optim_event is None:
-        groups = (g for s in state._state_ctx.all_states for g in _groups_of(s))
-        if any(shard_mesh_size(unsharder.fsdp2, g.mesh_info) == 1 for g in groups):
-            state._device_handle.current_stream().wait_event(event)
-    return result
+
+    def root_pre_forward(
+        wrapped: Any, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        unsharder = _unsharder
+        if unsharder is None:
+            return _pass_through(point, wrapped, state, args, kwargs)
+        _look_again()
+        event = state._state_ctx.post_optim_event
+        result = wrapped(*args, **kwargs)
+        if event is not None and state._state_ctx.post_optim_event is None:
+            groups = (g for s in state._state_ctx.all_states for g in groups_of(s))
+            if any(shard_mesh_size(unsharder.fsdp2, g.mesh_info) == 1 for g in groups):
+                state._device_handle.current_stream().wait_event(event)
+        if state._is_root and not torch.compiler.is_compiling():
+            _tell_of(state)
+        return result
+
+    return root_pre_forward
 
 
-def _groups_of(state: Any) -> list[Any]:
+# Roots whose first forward the log has told of.
+_told: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _tell_of(root: Any) -> None:
+    """Log, once a root, what its groups add up to."""
+    if root in _told:
+        return
+    _told.add(root)
+    level = "info" if rank() == 0 else "debug"
+    if heard(level):
+        try:
+            from fsdp_skip1.report import first_forward
+
+            log(level, "%s", first_forward(root))
+        except Exception as error:
+            log("debug", "the totals could not be told: %r", error)
+
+
+def groups_of(state: Any) -> list[Any]:
+    """The parameter groups of one FSDP2 state."""
     many = getattr(state, "_fsdp_param_groups", None)  # 2.12+
     if many is not None:
         return list(many)
@@ -239,99 +301,108 @@ def _groups_of(state: Any) -> list[Any]:
     return [] if one is None else [one]
 
 
-def _while_on(wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _unsharder is None:
-            return wrapped(*args, **kwargs)
-        return wrapper(wrapped, instance, args, kwargs)
+def _while_on(wrapper: Wrapping) -> Callable[[PatchPoint], Wrapping]:
+    def make(point: PatchPoint) -> Wrapping:
+        def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if _unsharder is None:
+                return _pass_through(point, wrapped, instance, args, kwargs)
+            return wrapper(wrapped, instance, args, kwargs)
 
-    return call
+        return call
+
+    return make
 
 
 # -- other patchers ----------------------------------------------------------------------------
 
 
-def _on_adopt(group: Any, plan: GroupPlan) -> str | None:
-    """Look again when a group is first used: somebody may have patched after us."""
+def _on_adopt(_: Any, plan: GroupPlan) -> str | None:
+    """Say so when a group is left to torch for a reason that nobody asked for."""
     if plan.unexpected:
         warn_once("unexpected-group", f"fsdp_skip1 leaves a group to torch: {plan.left_to_torch}.")
-    for point in _points:
-        if point.name in ("unshard", "wait_for_unshard") and not point.holds():
-            if isinstance(group, point.owner):
-                who = describe(point.current)
-                warn_once(
-                    f"replaced-{point.name}",
-                    f"{_name(point.owner)}.{point.name} was replaced by {who} after fsdp_skip1 "
-                    "was switched on; its groups are left to that. Import fsdp_skip1 last, or "
-                    "call fsdp_skip1.enable() again, to have it back.",
-                )
-                return f"{point.name} was replaced by {who}"
     return None
 
 
-def _replaced_outright(fsdp2: Fsdp2) -> tuple[str, str] | None:
-    """A method that is somebody else's and does not lead back to torch's own."""
-    for cls in fsdp2.group_classes:
-        for name in ("unshard", "wait_for_unshard"):
-            function = vars(cls).get(name)
-            if function is None or any(_is_torchs(f) for f in walk(function)):
-                continue
-            return (
-                f"{cls.__name__}.{name} replaced by {describe(function)}",
-                "torch's own method, or a wrapper around it",
-            )
-    return None
+def _ours_waits(group: Any) -> bool:
+    """Whether the group's ``wait_for_unshard`` is ours, with nobody around it."""
+    cls = type(group)
+    return cls.__dict__.get(_WAIT) is _waits.get(cls, _waits) and _WAIT not in group.__dict__
 
 
-def _is_torchs(function: Any) -> bool:
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return False
-    module = getattr(function, "__module__", None) or ""
-    if not module.startswith("torch."):
-        return False
-    # By the code's own file, not by the function's name: somebody may have swapped ``__code__``.
-    file: str = code.co_filename
-    owner = sys.modules.get(module)
-    root = (getattr(torch, "__file__", None) or "").rsplit("__init__", 1)[0]
-    return file == getattr(owner, "__file__", None) or bool(root and file.startswith(root))
+def _may_begin(unsharder: Unsharder, group: Any) -> bool:
+    """Whether an unshard of ours would be finished by ours, through somebody else's method.
+
+    See [Note: other patchers].
+    """
+    method = _method_of(group, _WAIT)
+    if is_ours(method):  # put back by somebody who had kept it
+        return True
+    state = unsharder.adopt(group)
+    if state.proof is method:
+        return True
+    _look_again()
+    if group._all_gather_result is None:
+        state.trials += 1
+        if state.trials > 2:  # one may be for nothing: a prefetch that nobody waits for
+            _report({f"{type(group).__name__}.{_WAIT}": method})
+    return False
 
 
-def reaches(start: Any, target: Any) -> bool:
-    """Whether calling ``start`` may end up in ``target``, as far as can be seen."""
-    return target is not None and any(f is target for f in walk(start))
+def _method_of(group: Any, name: str) -> Any:
+    own = group.__dict__.get(name)
+    return others.of_class(type(group), name) if own is None else own
 
 
-def walk(start: Any, limit: int = 64) -> Iterator[Any]:
-    """``start`` and every function it wraps: by ``__wrapped__``, closure, partial or method."""
-    todo: list[Any] = [start]
-    seen: set[int] = set()
-    while todo and len(seen) < limit:
-        function = todo.pop()
-        if function is None or id(function) in seen:
-            continue
-        seen.add(id(function))
-        yield function
-        todo.append(getattr(function, "__wrapped__", None))
-        todo.append(getattr(function, "__func__", None))
-        if isinstance(function, functools.partial):
-            todo.append(function.func)
-        if isinstance(function, types.FunctionType):
-            for cell in function.__closure__ or ():
-                try:
-                    content = cell.cell_contents
-                except ValueError:  # a cell that is still empty
-                    continue
-                if callable(content):
-                    todo.append(content)
+def _look_again() -> None:
+    """Report what no longer leads to ours; said once for each thing found there."""
+    lost = {}
+    for point in tuple(_points):
+        if point.name in _ESSENTIAL:
+            current = point.current
+            if current is not point.installed and _judged.get(point) is not current:
+                _judged[point] = current
+                if not point.holds():
+                    lost[str(point)] = current
+    if lost:
+        _report(lost)
 
 
-def describe(function: Any) -> str:
-    """Who a function belongs to, for a message."""
-    module = getattr(function, "__module__", None) or "?"
-    name = getattr(function, "__qualname__", None) or type(function).__name__
-    return f"{module}.{name}"
+def _report(lost: dict[str, Any]) -> None:
+    words = [f"{name} by {others.describe(found)}" for name, found in lost.items()]
+    back = all(others.is_untouched(found) for found in lost.values())
+    warn_once(
+        f"replaced:{words}",
+        f"fsdp_skip1 was switched on, and then somebody replaced {', '.join(words)}. What goes "
+        "through there is left to that code."
+        + (" Call fsdp_skip1.enable() again to have it back." if back else ""),
+    )
 
 
-def _name(owner: Any) -> str:
-    return str(getattr(owner, "__name__", owner))
+def _pass_through(
+    point: PatchPoint, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Ours is called while the plugin is off: get out of the way, see [Note: soft undo]."""
+    if _changing.acquire(blocking=False):  # else somebody may be switching it on
+        try:
+            if _unsharder is None:
+                if any(p.name == point.name and is_ours(p.current) for p in _places.values()):
+                    _tidy_places()
+                _tidy_instance(instance)
+        finally:
+            _changing.release()
+    return wrapped(*args, **kwargs)
+
+
+def _tidy_places() -> None:
+    """While off: take ours away wherever it came back to its place with nobody around it."""
+    for point in _places.values():
+        if point.tidy() and point in _points:
+            _points.remove(point)
+
+
+def _tidy_instance(instance: Any) -> None:
+    """Who patches single groups keeps bound methods, and puts them back on the group."""
+    stored = getattr(instance, "__dict__", None)
+    if isinstance(stored, dict):
+        for name in [name for name, value in stored.items() if is_ours(value)]:
+            stored[name] = without_ours(stored[name])

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fsdp_skip1 import overlap
 from fsdp_skip1.counters import counters
-from fsdp_skip1.plan import shard_mesh_size, special_case
+from fsdp_skip1.plan import cast_steps, factor_of, promote, shard_mesh_size, special_case
 from fsdp_skip1.releases import storage_holders
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Reducer:
             _make_own(grads, range(len(grads)))
         elif factor is None:
             targets = _targets(call, grads)
-            steps = [_cast_steps(g.dtype, call.reduce_dtype, t) for g, t in zip(grads, targets)]
+            steps = [cast_steps(g.dtype, call.reduce_dtype, t) for g, t in zip(grads, targets)]
             arrived, grads = grads, _cast(grads, steps, call.device)
             _make_own(grads, [i for i, grad in enumerate(grads) if grad is arrived[i]])
             del arrived
@@ -253,16 +253,10 @@ def _user_factor(call: ReduceArgs) -> float | None:
     """What the user wants the sum of gradients divided by; None where that changes nothing."""
     factor = call.user_divide_factor
     if factor is None and call.premultiplied_op is not None:
-        factor = _factor_of(call.premultiplied_op)
+        factor = factor_of(call.premultiplied_op)
     if factor == 1 and (call.all_reduce_group is None or call.all_reduce_group.size() == 1):
         return None
     return factor
-
-
-def _factor_of(premultiplied: Any) -> float:
-    """The divisor inside a premultiplied-sum operation, the only place where 2.7 keeps it."""
-    _, multiplier = premultiplied.__getstate__()
-    return 1.0 / float(multiplier) if multiplier is not None else 1.0
 
 
 def _uniform(call: ReduceArgs, grads: Sequence[torch.Tensor]) -> bool:
@@ -274,12 +268,12 @@ def _uniform(call: ReduceArgs, grads: Sequence[torch.Tensor]) -> bool:
             dtype = grad.dtype
             if orig is not None and dtype is not orig:
                 return False
-            if through is not None and _promote(dtype, through) is not through:
+            if through is not None and promote(dtype, through) is not through:
                 return False
         return True
     return all(
         p.sharded_grad_dtype in (None, g.dtype)
-        and (through is None or _promote(g.dtype, through) is through)
+        and (through is None or promote(g.dtype, through) is through)
         for p, g in zip(call.fsdp_params, grads)
     )
 
@@ -308,7 +302,7 @@ def _reduce_dtype(call: ReduceArgs, grads: Sequence[torch.Tensor]) -> torch.dtyp
     dtype = grads[0].dtype
     for grad in grads[1:]:
         if grad.dtype != dtype:
-            dtype = _promote(dtype, grad.dtype)
+            dtype = promote(dtype, grad.dtype)
     return dtype
 
 
@@ -324,18 +318,6 @@ def _sharded_grad_dtype(call: ReduceArgs, fsdp_param: Any, grad: torch.Tensor) -
 
 def _targets(call: ReduceArgs, grads: Sequence[torch.Tensor]) -> list[torch.dtype]:
     return [_sharded_grad_dtype(call, p, g) for p, g in zip(call.fsdp_params, grads)]
-
-
-def _cast_steps(
-    have: torch.dtype, through: torch.dtype | None, want: torch.dtype
-) -> tuple[torch.dtype, ...]:
-    """The dtypes to pass through, leaving out detours that change no bit.
-
-    A detour through a wider dtype is exact; one through a narrower dtype rounds, and stays.
-    """
-    if through is None or _promote(have, through) == through:
-        return (want,)
-    return (through, want)
 
 
 def _cast(
@@ -408,11 +390,6 @@ def _accumulate(fsdp_params: Sequence[Any], grads: list[torch.Tensor], stream: A
         if hooks:
             for hook in hooks.values():
                 hook(sharded_param)
-
-
-@functools.cache
-def _promote(left: torch.dtype, right: torch.dtype) -> torch.dtype:
-    return torch.promote_types(left, right)
 
 
 @functools.cache

@@ -7,27 +7,35 @@ result is one :class:`Fsdp2` value; the other rooms ask it instead of torch.
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import dis
+import functools
 import importlib
 import inspect
+import operator
 import sys
+import types
 import typing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fsdp_skip1 import others
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 PACKAGE = "torch.distributed.fsdp._fully_shard"
 
-# What our own code reads or calls. A torch that lacks one of these, or has changed its
+# What our own code reads, calls or replaces. A torch that lacks one of these, or has changed its
 # signature, is not understood.
 _GROUP_SIGNATURES: dict[str, tuple[str, ...]] = {
     "unshard": ("self", "async_op"),
     "wait_for_unshard": ("self",),
     "_to_unsharded": ("self",),
+    "_init_mp_dtypes": ("self",),
     "_with_fqn": ("self", "label"),
 }
 _PARAM_SIGNATURES: dict[str, tuple[str, ...]] = {
@@ -42,6 +50,9 @@ _PARAM_SIGNATURES: dict[str, tuple[str, ...]] = {
     "init_unsharded_param": ("self",),
     "to_sharded_dtensor": ("self", "tensor"),
 }
+_STATE_SIGNATURES: dict[str, tuple[str, ...]] = {
+    "_root_pre_forward": ("self", "module", "args", "kwargs"),
+}
 # Parameters that older releases had besides, all with a default we never override.
 _OPTIONAL_PARAMETERS = frozenset({"force_recreate"})
 _RESULT_FIELDS = (
@@ -52,6 +63,7 @@ _RESULT_FIELDS = (
     "param_all_gather_input_numels",
     "all_gather_input_split_sizes",
 )
+# Attributes of instances. Those that come later than ``__init__`` are in _LATER_ATTRIBUTES.
 GROUP_ATTRIBUTES = (
     "fsdp_params",
     "mesh_info",
@@ -67,15 +79,22 @@ PARAM_ATTRIBUTES = (
     "sharded_param",
     "mesh_info",
     "device",
+    "mp_policy",
     "offload_to_cpu",
     "pin_memory",
     "all_gather_outputs",
+    "grad_offload_event",
+    "_module_info",
     "_orig_size",
     "_contiguous_orig_stride",
     "_sharded_param_data",
     "sharded_size",
+    "sharded_state",
     "contiguous_sharded_stride",
 )
+_LATER_ATTRIBUTES = ("_unsharded_param", "orig_dtype", "param_dtype")
+_STATE_ATTRIBUTES = ("_state_ctx", "_device_handle")
+_STATE_CONTEXT_ATTRIBUTES = ("all_states", "post_optim_event")
 # Names under which ``foreach_reduce`` hands over what we need, on every release.
 _REDUCE_REQUIRED = frozenset(
     {
@@ -101,6 +120,8 @@ _REDUCE_KNOWN = _REDUCE_REQUIRED | {
     "force_sum_reduction_for_comms",  # 2.8+
     "prepare_reduce_scatter_inputs",  # 2.15: reorders shards, of which there is one
 }
+_DIVIDE_REQUIRED = frozenset({"reduce_scatter_group", "all_reduce_group", "reduce_dtype"})
+_DIVIDE_KNOWN = _DIVIDE_REQUIRED | {"device_type", "factor", "force_sum_reduction_for_comms"}
 
 
 class NotUnderstood(Exception):
@@ -197,7 +218,7 @@ class Fsdp2:
     param_class: type
     group_classes: tuple[type, ...]
     reduce_modules: tuple[Any, ...]
-    state_class: type | None
+    state_class: type
     result_type: Any  # AllGatherResult
     sharded: Any  # ShardedState members
     unsharded: Any
@@ -301,11 +322,27 @@ def functorch_active() -> bool:
     return bool(probe()) if probe is not None else False
 
 
+def copies_instead(function: Any) -> bool:
+    """Whether stock copies at shard size 1, where older releases issue a collective.
+
+    Args:
+        function: torch's own ``wait_for_unshard`` (copies from 2.9 on) or ``foreach_reduce``
+            (from 2.10 on).
+    """
+    return "copy_" in function.__code__.co_names
+
+
+def divides_by_one(function: Any) -> bool:
+    """Whether stock's ``foreach_reduce`` divides by a factor of 1, as it does up to 2.14."""
+    return not any(type(c) is float and c == 1 for c in function.__code__.co_consts)
+
+
 def read() -> Fsdp2:
     """Look at the FSDP2 that is loaded.
 
     Raises:
-        NotUnderstood: if something that the plugin builds on is missing or has changed.
+        NotUnderstood: if something that the plugin builds on is missing, has changed, or was
+            replaced by somebody else.
     """
     group_module = _module("_fsdp_param_group")
     collectives = _module("_fsdp_collectives")
@@ -313,34 +350,44 @@ def read() -> Fsdp2:
     common = _module("_fsdp_common")
     state_module = _module("_fsdp_state")
 
-    group_class = _attribute(group_module, "FSDPParamGroup")
-    param_class = _attribute(param_module, "FSDPParam")
-    _check_signatures(group_class, _GROUP_SIGNATURES)
+    group_classes = _every_class("FSDPParamGroup", group_module)
+    param_class = _class(param_module, "FSDPParam")
+    state_class = _class(state_module, "FSDPState")
+    for cls in group_classes:
+        _check_group_class(cls)
     _check_signatures(param_class, _PARAM_SIGNATURES)
-    for cls, name in ((group_class, "is_unsharded"), (param_class, "all_gather_inputs")):
-        if not isinstance(inspect.getattr_static(cls, name, None), property):
-            raise NotUnderstood(
-                f"no property {name} on {cls.__name__}", f"a property {cls.__name__}.{name}"
-            )
+    _check_property(param_class, "all_gather_inputs")
+    _check_attributes(param_class, (*PARAM_ATTRIBUTES, *_LATER_ATTRIBUTES))
+    _check_signatures(state_class, _STATE_SIGNATURES)
+    _check_attributes(state_class, _STATE_ATTRIBUTES)
+    _check_attributes(state_class, ("_fsdp_param_groups", "_fsdp_param_group"), one_is_enough=True)
+    _check_attributes(_class(state_module, "FSDPStateContext"), _STATE_CONTEXT_ATTRIBUTES)
+    _check_communication(group_module, group_classes)
+    _check_attributes(_class(common, "FSDPMeshInfo"), ("shard_mesh_size",))
     result_type = _attribute(collectives, "AllGatherResult")
     fields = getattr(result_type, "_fields", None)
     if fields != _RESULT_FIELDS:
         raise NotUnderstood(f"AllGatherResult with fields {fields}", f"the fields {_RESULT_FIELDS}")
     sharded_state = _attribute(param_module, "ShardedState")
     training_state = _attribute(common, "TrainingState")
-    _attribute(common, "FSDPMeshInfo")
     divide = _attribute(collectives, "_get_gradient_divide_factors")
-    layout, reason = _reduce_layout(_attribute(collectives, "foreach_reduce"))
+    divide_names = _parameters(divide)
+    _check_names("_get_gradient_divide_factors", divide_names, _DIVIDE_REQUIRED, _DIVIDE_KNOWN)
+    reduce_modules = tuple(
+        module for module in (group_module, collectives) if hasattr(module, "foreach_reduce")
+    )
+    _attribute(collectives, "foreach_reduce")
+    layout, reason = _reduce_layout(reduce_modules)
+    if layout is not None and "orig_dtype" not in layout.names:
+        _check_attributes(param_class, ("sharded_grad_dtype",))
 
     return Fsdp2(
         group_module=group_module,
         state_module=state_module,
         param_class=param_class,
-        group_classes=_every_class("FSDPParamGroup"),
-        reduce_modules=tuple(
-            module for module in (group_module, collectives) if hasattr(module, "foreach_reduce")
-        ),
-        state_class=getattr(state_module, "FSDPState", None),
+        group_classes=group_classes,
+        reduce_modules=reduce_modules,
+        state_class=state_class,
         result_type=result_type,
         sharded=_attribute(sharded_state, "SHARDED"),
         unsharded=_attribute(sharded_state, "UNSHARDED"),
@@ -349,7 +396,7 @@ def read() -> Fsdp2:
         mesh_info=common,
         compiled_autograd_enabled=getattr(common, "compiled_autograd_enabled", lambda: False),
         divide_factors=divide,
-        divide_factor_names=tuple(inspect.signature(divide).parameters),
+        divide_factor_names=divide_names,
         reduce=layout,
         reduce_reason=reason,
     )
@@ -366,17 +413,17 @@ def missing_attributes(group: Any) -> list[str]:
     return missing
 
 
-def _every_class(name: str) -> tuple[type, ...]:
+def _every_class(name: str, module: Any) -> tuple[type, ...]:
     """Each class object that goes by ``name`` in the package.
 
     There is one, unless somebody reloaded a module: then the modules that were not reloaded
     still build their groups from the old class.
     """
-    found: dict[int, type] = {}
-    for module_name, module in list(sys.modules.items()):
-        if module_name.startswith(PACKAGE + ".") and isinstance(vars(module).get(name), type):
-            cls = vars(module)[name]
-            found[id(cls)] = cls
+    first = _class(module, name)
+    found = {id(first): first}
+    for module_name, other in list(sys.modules.items()):
+        if module_name.startswith(PACKAGE + ".") and isinstance(vars(other).get(name), type):
+            found.setdefault(id(vars(other)[name]), vars(other)[name])
     return tuple(found.values())
 
 
@@ -395,6 +442,13 @@ def _attribute(owner: Any, name: str) -> Any:
     return value
 
 
+def _class(module: Any, name: str) -> type:
+    value = _attribute(module, name)
+    if not isinstance(value, type):
+        raise NotUnderstood(f"{name} is {others.describe(value)}", f"a class {name}")
+    return value
+
+
 def _parameters(function: Any) -> tuple[str, ...]:
     try:
         return tuple(inspect.signature(function).parameters)
@@ -402,41 +456,139 @@ def _parameters(function: Any) -> tuple[str, ...]:
         return ()
 
 
+def _check_group_class(cls: type) -> None:
+    for name in ("unshard", "wait_for_unshard"):
+        function = others.of_class(cls, name)
+        if function is not None and others.leads_to_torch(function, name, cls) is None:
+            raise NotUnderstood(
+                f"{cls.__name__}.{name} replaced by {others.describe(function)}",
+                "torch's own method, or a wrapper around it",
+            )
+    _check_signatures(cls, _GROUP_SIGNATURES)
+    _check_property(cls, "is_unsharded")
+    _check_attributes(cls, GROUP_ATTRIBUTES)
+
+
+def _check_communication(group_module: Any, group_classes: Iterable[type]) -> None:
+    """How a group lets go of a neighbour's all-gather output."""
+    context = _class(group_module, "FSDPCommContext")
+    _check_attributes(context, ("all_gather_state",))
+    if others.of_class(context, "release_all_gather_state_for_comm_reuse") is None:  # until 2.14
+        for cls in group_classes:
+            _check_signatures(cls, {"_wait_all_gather_streams_on_event": ("self", "event")})
+
+
+def _check_property(cls: type, name: str) -> None:
+    if not isinstance(inspect.getattr_static(cls, name, None), property):
+        raise NotUnderstood(
+            f"no property {name} on {cls.__name__}", f"a property {cls.__name__}.{name}"
+        )
+
+
 def _check_signatures(cls: type, expected: dict[str, tuple[str, ...]]) -> None:
     for name, names in expected.items():
+        # Of torch's own function: what others put around it may hide the signature.
         function = _attribute(cls, name)
+        function = others.leads_to_torch(others.of_class(cls, name), name, cls) or function
         found = tuple(n for n in _parameters(function) if n not in _OPTIONAL_PARAMETERS)
-        # Somebody's (*args, **kwargs) wrapper hides the signature, it does not change it.
-        if found in (("args", "kwargs"), ("self", "args", "kwargs")):
-            continue
-        if found != names:
+        if found != names and found not in (("args", "kwargs"), ("self", "args", "kwargs")):
             raise NotUnderstood(
                 f"{cls.__name__}.{name}({', '.join(found)})",
                 f"{cls.__name__}.{name}({', '.join(names)})",
             )
 
 
-def _reduce_layout(function: Any) -> tuple[ReduceLayout | None, str | None]:
-    """Reduction is a second, separate patch: if it is not understood, only it is left to torch."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return None, "foreach_reduce has no signature"
-    names = tuple(signature.parameters)
-    problems = _differences(names)
-    if problems:
-        return None, problems
-    items = len(typing.get_args(signature.return_annotation))
+def _check_attributes(cls: type, names: Iterable[str], *, one_is_enough: bool = False) -> None:
+    """Look for instance attributes before there is an instance: does any method set them?"""
+    present = _attributes_of(cls)
+    missing = [name for name in names if name not in present]
+    if missing and not (one_is_enough and len(missing) < len(tuple(names))):
+        raise NotUnderstood(
+            f"no {'/'.join(missing)} in {cls.__name__}",
+            ", ".join(f"{cls.__name__}.{name}" for name in missing),
+        )
+
+
+_attributes_seen: dict[type, tuple[list[Any], frozenset[str]]] = {}
+
+
+def _attributes_of(cls: type) -> frozenset[str]:
+    """Names that instances may have: of the class, annotated, or set by one of its methods."""
+    values = [v for base in cls.__mro__[:-1] for v in vars(base).values()]
+    seen = _attributes_seen.get(cls)
+    if seen is not None and len(seen[0]) == len(values) and all(map(operator.is_, seen[0], values)):
+        return seen[1]
+    names: set[str] = set()
+    for base in cls.__mro__[:-1]:
+        names.update(vars(base), vars(base).get("__annotations__", ()))
+        for name, value in vars(base).items():
+            function = others.leads_to_torch(value, name, base) or value
+            if isinstance(function, property):
+                function = function.fget
+            names.update(_stored_by(getattr(function, "__code__", None)))
+    _attributes_seen[cls] = values, frozenset(names)
+    return _attributes_seen[cls][1]
+
+
+def _stored_by(code: Any) -> Iterator[str]:
+    if isinstance(code, types.CodeType):
+        for instruction in dis.get_instructions(code):
+            if instruction.opname == "STORE_ATTR":
+                yield instruction.argval
+        for constant in code.co_consts:
+            yield from _stored_by(constant)
+
+
+def _reduce_layout(modules: Iterable[Any]) -> tuple[ReduceLayout | None, str | None]:
+    """How ``foreach_reduce`` is called; or None and the reason, if it is not torch's any more."""
+    function: Any = None
+    for module in modules:
+        current = vars(module)["foreach_reduce"]
+        function = others.leads_to_torch(current, "foreach_reduce", module)
+        if function is None:
+            return None, (
+                f"leaves the reduction of gradients alone: found foreach_reduce replaced by "
+                f"{others.describe(current)}, expected torch's own function, or a wrapper around it"
+            )
+    names = _parameters(function)
+    _check_names("foreach_reduce", names, _REDUCE_REQUIRED, _REDUCE_KNOWN)
+    items = _items_returned(function)
     if items not in (6, 7):
-        return None, f"foreach_reduce is annotated to return {items} items, 6 or 7 were expected"
+        raise NotUnderstood(f"foreach_reduce with {items} results", "6 or 7 results")
     return ReduceLayout(names=names, returns_stream=items == 7), None
 
 
-def _differences(names: Iterable[str]) -> str | None:
+def _items_returned(function: Any) -> int | None:
+    """How many items a function's tuples have; None where annotation and code disagree."""
+    counts = set()
+    annotation = inspect.signature(function).return_annotation
+    if isinstance(annotation, str):
+        slots = ast.parse(annotation, mode="eval").body
+        items = slots.slice if isinstance(slots, ast.Subscript) else slots
+        counts.add(len(items.elts) if isinstance(items, ast.Tuple) else 0)
+    else:
+        counts.add(len(typing.get_args(annotation)))
+    counts |= _tuples_returned(function.__code__)
+    return counts.pop() if len(counts) == 1 else None
+
+
+@functools.lru_cache(maxsize=4)
+def _tuples_returned(code: types.CodeType) -> frozenset[int]:
+    found, before = set(), None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "RETURN_VALUE" and before is not None:
+            if before.opname == "BUILD_TUPLE" and before.arg is not None:
+                found.add(before.arg)
+        before = instruction
+    return frozenset(found)
+
+
+def _check_names(
+    function: str, names: Iterable[str], required: frozenset[str], known: frozenset[str]
+) -> None:
     present = set(names)
-    lost, new = sorted(_REDUCE_REQUIRED - present), sorted(present - _REDUCE_KNOWN)
-    if not lost and not new:
-        return None
-    parts = [f"lacks {', '.join(lost)}"] if lost else []
-    parts += [f"has unknown {', '.join(new)}"] if new else []
-    return f"foreach_reduce {' and '.join(parts)}"
+    lost, new = sorted(required - present), sorted(present - known)
+    if lost or new:
+        parts = [f"without {', '.join(lost)}"] if lost else []
+        parts += [f"with an unknown {', '.join(new)}"] if new else []
+        raise NotUnderstood(f"{function} {' and '.join(parts)}", "the parameters of torch 2.6-2.15")

@@ -20,13 +20,12 @@ import torch
 from fsdp_skip1 import transfer
 from fsdp_skip1.counters import counters
 from fsdp_skip1.memory import is_shared, make_private, prepare_buffers, share
-from fsdp_skip1.plan import How, plan_group, unsharded_dtype
+from fsdp_skip1.plan import GroupPlan, How, plan_group, unsharded_dtype
 from fsdp_skip1.releases import functorch_active, preserve_versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from fsdp_skip1.plan import GroupPlan
     from fsdp_skip1.releases import Fsdp2
 
 # The one attribute that the plugin adds to a parameter group; gone after ``disable()``.
@@ -56,6 +55,8 @@ class GroupState:
         basis: for each parameter what the plan was made for: the sharded storage's flat tensor
             and ``param_dtype``. Other objects there mean that the storage was swapped.
         settled: every parameter shares memory, so that nothing is left to do at an unshard.
+        proof: somebody else's ``wait_for_unshard`` that was seen to call ours for this group.
+        trials: how often torch's own unshard was begun in the hope of a proof.
     """
 
     __slots__ = (
@@ -65,9 +66,11 @@ class GroupState:
         "places",
         "places_tried",
         "plan",
+        "proof",
         "settled",
         "started",
         "transfers",
+        "trials",
     )
 
     def __init__(self, plan: GroupPlan, pending: Any) -> None:
@@ -80,6 +83,8 @@ class GroupState:
         self.started: Fill | None = None  # the transfer that ``unshard`` has queued
         self.places: Any = None  # where its parameters are registered, for the trims
         self.places_tried = False
+        self.proof: Any = None
+        self.trials = 0
 
 
 class Unsharder:
@@ -108,7 +113,7 @@ class Unsharder:
     ) -> Any:
         state = group.__dict__.get(ATTRIBUTE)
         if state is None:
-            state = self._adopt(group)
+            state = self.adopt(group)
         if state.plan.left_to_torch is not None or self._must_stand_aside(group):
             return wrapped(*args, **kwargs)
         fsdp2 = self.fsdp2
@@ -118,11 +123,13 @@ class Unsharder:
             return wrapped(*args, **kwargs)
         if not group.unshard_in_backward and group._training_state is fsdp2.pre_backward:
             return None
-        if state.transfers:
-            with _lock:
-                self._start_transfer(group, state)
-        group._all_gather_result = state.pending
-        return None
+        with _lock:
+            if not self._stopped:
+                if state.transfers:
+                    self._start_transfer(group, state)
+                group._all_gather_result = state.pending
+                return None
+        return wrapped(*args, **kwargs)
 
     def wait_for_unshard(
         self, wrapped: Callable[..., Any], group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -130,10 +137,10 @@ class Unsharder:
         state = group.__dict__.get(ATTRIBUTE)
         if state is None or state.plan.left_to_torch is not None:
             return wrapped(*args, **kwargs)
-        if group._all_gather_result is None:
-            return None
         with _lock:
             # Looked at under the lock: ``stop`` turns a pending unshard of ours into a real one.
+            if group._all_gather_result is None:
+                return None
             if group._all_gather_result is state.pending and not self._stopped:
                 self._switch(group, state)
                 return None
@@ -224,9 +231,14 @@ class Unsharder:
 
     # -- life of a group -------------------------------------------------------------------
 
-    def _adopt(self, group: Any) -> GroupState:
+    def adopt(self, group: Any) -> GroupState:
         """Decide about a group at its first use; remember it so that it can be restored."""
         with _lock:
+            state: GroupState | None = group.__dict__.get(ATTRIBUTE)
+            if state is not None:
+                return state
+            if self._stopped:
+                return GroupState(GroupPlan(0, 1, (), left_to_torch="the plugin is off"), None)
             plan = plan_group(self.fsdp2, group, zero_copy=self._zero_copy)
             refusal = self._on_adopt(group, plan)
             if refusal is not None and plan.left_to_torch is None:
@@ -240,6 +252,16 @@ class Unsharder:
             _adopted.add(group)
             return state
 
+    def hand_back(self, group: Any) -> None:
+        """Let torch unshard the group, the next time at least; undoes an unshard of ours."""
+        with _lock:
+            state = group.__dict__.get(ATTRIBUTE)
+            if state is None:
+                return
+            if state.pending is not None and group._all_gather_result is state.pending:
+                self._forget_pending(group, state)
+            self._hand_back(group)
+
     def _hand_back(self, group: Any) -> None:
         """Leave the group as stock would have it, and let torch go on from there."""
         with _lock:
@@ -250,6 +272,14 @@ class Unsharder:
             for fsdp_param in group.fsdp_params:
                 make_private(fsdp_param, filled=filled)
             state.settled = False
+            state.basis = []  # autograd may hold on to the private buffer: look at it again
+
+    @staticmethod
+    def _forget_pending(group: Any, state: GroupState) -> None:
+        started, state.started = state.started, None
+        if started is not None:
+            transfer.wait(group, started.event)
+        group._all_gather_result = None
 
     def stop(self, unshard: Callable[[Any], Any]) -> None:
         """Restore every group that was adopted, and forget it.
@@ -263,12 +293,12 @@ class Unsharder:
                 state = group.__dict__.get(ATTRIBUTE)
                 if state is None:
                     continue
-                self._hand_back(group)
-                del group.__dict__[ATTRIBUTE]
+                try:
+                    self._hand_back(group)
+                finally:
+                    del group.__dict__[ATTRIBUTE]
                 if state.pending is not None and group._all_gather_result is state.pending:
-                    if state.started is not None:
-                        transfer.wait(group, state.started.event)
-                    group._all_gather_result = None
+                    self._forget_pending(group, state)
                     unshard(group)
             _adopted.clear()
 

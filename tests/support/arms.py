@@ -14,6 +14,7 @@ import contextlib
 import random
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -278,8 +279,12 @@ def _arm_context(arm: str) -> Iterator[None]:
     if arm in PLUGIN_ARMS:
         import fsdp_skip1
 
-        with fsdp_skip1.enabled(zero_copy=arm == PLUGIN):
-            assert fsdp_skip1.is_enabled(), "the plugin is not on"
+        with contextlib.ExitStack() as stack:
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                stack.enter_context(fsdp_skip1.enabled(zero_copy=arm == PLUGIN))
+            why = "; ".join(str(warning.message) for warning in said)
+            assert fsdp_skip1.is_enabled(), f"the plugin is not on: {why}"
             yield
     elif "fsdp_skip1" in sys.modules:
         with sys.modules["fsdp_skip1"].disabled():

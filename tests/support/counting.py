@@ -56,16 +56,20 @@ class OpCounter(TorchDispatchMode):
         self.moved: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         if any(issubclass(t, FakeTensor) for t in types):
-            return func(*args, **(kwargs or {}))  # shape propagation: nothing runs
+            return func(*args, **kwargs)  # shapes are worked out: nothing runs
         if any(t not in (torch.Tensor, torch.nn.Parameter) for t in types):
             return NotImplemented
+        result = func(*args, **kwargs)
+        if isinstance(result, FakeTensor) or torch._C._meta_in_tls_dispatch_include():
+            return result  # the same
         name = getattr(func, "_schema", None)
         name = name.name if name is not None else str(func)
         self.ops[name] += 1
         if moves_data(func, name):
             self.moved[name] += 1
-        return func(*args, **(kwargs or {}))
+        return result
 
 
 def moves_data(func, name: str) -> bool:

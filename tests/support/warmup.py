@@ -20,10 +20,27 @@ _LAZY = (
 )
 
 
-def load() -> None:
-    for name in _LAZY:
+_COMPILER = (
+    "torch._dynamo.backends.debugging",
+    "torch._dynamo.convert_frame",
+    "torch._functorch.aot_autograd",
+    "torch._inductor.compile_fx",
+    "torch.fx.experimental.symbolic_shapes",
+)
+
+
+def _load(names: tuple[str, ...]) -> None:
+    for name in names:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+
+
+def load_compiler() -> None:
+    _load(_COMPILER)
+
+
+def load() -> None:
+    _load(_LAZY)
     import torch
 
     # The first optimizer pulls in the compiler's decorators.

@@ -1,0 +1,235 @@
+"""Altered copies of torch's FSDP2, made from the installed one and imported in its place.
+
+Made at import time, in a forked child: the modules that the parent has imported are forgotten
+there, and imported again through a loader that edits their source first.
+"""
+
+import ast
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import re
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+PARENT = "torch.distributed.fsdp"
+FSDP2 = f"{PARENT}._fully_shard"
+
+# From the last part of a module's name and its source to the new source.
+Edit = Callable[[str, str], str]
+
+
+@dataclass(frozen=True)
+class Alteration:
+    """What is different, and what the one warning has to say."""
+
+    name: str
+    edits: tuple[Edit, ...] = ()
+    #: Modules under a new name.
+    modules: dict[str, str] = field(default_factory=dict)
+    #: FSDP2 is not there at all.
+    missing: bool = False
+    #: Words that the warning must contain; none where the alteration makes no difference to us.
+    says: tuple[str, ...] = ()
+
+    def source(self, module: str, source: str) -> str:
+        for edit in self.edits:
+            source = edit(module, source)
+        return source
+
+
+# -- edits -------------------------------------------------------------------------------------
+
+
+def renamed(old: str, new: str) -> Edit:
+    """A word, everywhere."""
+    return lambda module, source: re.sub(rf"\b{old}\b", new, source)
+
+
+def replaced(where: str, pattern: str, replacement: str) -> Edit:
+    """Every place in one module that the pattern fits; there has to be one."""
+
+    def edit(module: str, source: str) -> str:
+        if module != where:
+            return source
+        source, count = re.subn(pattern, replacement, source)
+        assert count, f"this torch's {where} has nothing like {pattern}"
+        return source
+
+    return edit
+
+
+def transformed(where: str, transform: Callable[[ast.Module], None]) -> Edit:
+    """One module, by its syntax tree."""
+
+    def edit(module: str, source: str) -> str:
+        if module != where:
+            return source
+        tree = ast.parse(source)
+        transform(tree)
+        return ast.unparse(ast.fix_missing_locations(tree))
+
+    return edit
+
+
+def find(tree: ast.AST, kind: type, name: str) -> Any:
+    """The class or function of that name."""
+    return next(n for n in ast.walk(tree) if isinstance(n, kind) and n.name == name)
+
+
+# -- putting an altered copy in place ------------------------------------------------------------
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def __init__(self, alteration: Alteration, fullname: str, path: str):
+        super().__init__(fullname, path)
+        self._alteration = alteration
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        tail = os.path.basename(self.path).removesuffix(".py")
+        source = self._alteration.source(tail, self.get_data(self.path).decode())
+        return compile(source, self.path, "exec", dont_inherit=True)
+
+
+class _Finder:
+    def __init__(self, alteration: Alteration):
+        self._alteration = alteration
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != PARENT and not name.startswith(FSDP2):
+            return None
+        if name.startswith(FSDP2) and self._alteration.missing:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        before, _, tail = name.rpartition(".")
+        if tail in self._alteration.modules:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        for old, new in self._alteration.modules.items():
+            if tail == new:
+                tail = old
+        spec = importlib.machinery.PathFinder.find_spec(f"{before}.{tail}", path)
+        if spec is None:
+            return None
+        return importlib.util.spec_from_file_location(
+            name,
+            spec.origin,
+            loader=_Loader(self._alteration, name, spec.origin),
+            submodule_search_locations=spec.submodule_search_locations,
+        )
+
+
+_kept: list[Any] = []
+
+
+def forget_fsdp2() -> None:
+    """As if FSDP2 had never been imported. For a forked child: there is no way back."""
+    for name, module in list(sys.modules.items()):
+        if name == PARENT or name.startswith((FSDP2, "torch.distributed._composable")):
+            library = vars(module).get("lib")
+            if library is not None:
+                library._destroy()  # its operators will be defined again
+            _kept.append(sys.modules.pop(name))
+    import torch
+
+    del torch.distributed.fsdp
+
+
+def put_in_place(alteration: Alteration) -> None:
+    forget_fsdp2()
+    sys.meta_path.insert(0, _Finder(alteration))
+
+
+# -- what the plugin says -------------------------------------------------------------------------
+
+
+class Heard:
+    """Warnings of the plugin, and what it logged at warning level or above."""
+
+    def __init__(self, errors: bool = False):
+        self.warnings: list[str] = []
+        self.logged: list[str] = []
+        self._errors = errors
+
+    @property
+    def all(self) -> list[str]:
+        return self.warnings + self.logged
+
+    def __enter__(self) -> "Heard":
+        heard = self
+
+        class Handler(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                heard.logged.append(record.getMessage())
+
+        def show(message: Any, category: type, *rest: Any) -> None:
+            if "fsdp_skip1" in str(message):
+                heard.warnings.append(str(message))
+
+        logging.getLogger("fsdp_skip1").addHandler(Handler(logging.WARNING))
+        self._context = warnings.catch_warnings()
+        self._context.__enter__()
+        warnings.simplefilter("ignore")
+        # As under -W error, but for torch's own warnings.
+        action = "error" if self._errors else "always"
+        warnings.filterwarnings(action, message="(?s).*fsdp_skip1")
+        warnings.showwarning = show
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._context.__exit__(None, None, None)
+
+
+# -- training -------------------------------------------------------------------------------------
+
+
+def train(steps: int = 3, **options: Any) -> list[float]:
+    """Losses of a small model, in the FSDP2 that is loaded now."""
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(7)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in model[:2]:
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return train_more(model, steps)
+
+
+def train_more(model: Any, steps: int = 3) -> list[float]:
+    import torch
+
+    generator = torch.Generator().manual_seed(3)
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(2, 4, generator=generator)).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+        losses.append(loss.item())
+    return losses
+
+
+def leftovers() -> list[str]:
+    """Places in the loaded FSDP2 that hold something of ours."""
+    found = []
+    for name, module in list(sys.modules.items()):
+        if name.startswith(FSDP2):
+            for key, value in list(vars(module).items()):
+                if _is_ours(value):
+                    found.append(f"{name}.{key}")
+                if isinstance(value, type) and value.__module__.startswith(FSDP2):
+                    found += [f"{name}.{key}.{k}" for k, v in vars(value).items() if _is_ours(v)]
+    return sorted(set(found))
+
+
+def _is_ours(value: Any) -> bool:
+    return type(value).__module__.startswith("fsdp_skip1")
