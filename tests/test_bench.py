@@ -122,6 +122,15 @@ def test_plain_table():
     assert len(header) == len(rule) == len(plain) == len(plugin)
 
 
+def test_a_busy_machine_is_named():
+    comparison = report(arm("plain", 1.5), arm("plugin", 1.5)).comparisons[0]
+    assert output.notes(comparison) == []
+    comparison.cpu_share = 0.98
+    assert output.notes(comparison) == []
+    comparison.cpu_share = 0.27
+    assert "27 %" in output.plain_table(comparison)
+
+
 @pytest.mark.parametrize(
     ("arguments", "library"), [(["--plot", "a.png"], "matplotlib"), (["--table", "pretty"], "rich")]
 )

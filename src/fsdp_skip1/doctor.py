@@ -13,7 +13,8 @@ from typing import Any
 
 import _fsdp_skip1_autoload as variable
 import fsdp_skip1
-from fsdp_skip1.report import VARIABLES, Stats, _aligned
+from fsdp_skip1.report import VARIABLES, Stats
+from fsdp_skip1.text import aligned
 
 WORKS, OFF, CANNOT = 0, 1, 2
 TIMEOUT_S = 300
@@ -68,7 +69,7 @@ class Diagnosis:
         rows.append(["platform", self.platform])
         rows += [["variable", f"{name}={value}"] for name, value in self.variables.items()]
         rows.append(["autoload", self.autoload])
-        parts = ["\n".join(_aligned(rows))]
+        parts = ["\n".join(aligned(rows))]
         if "text" in self.status:
             parts.append(f"In a fresh process:\n\n{self.status['text']}")
         parts += [_step_text(step) for step in self.steps]
@@ -145,20 +146,19 @@ def _judge(found: Diagnosis, problem: str | None) -> tuple[int, str]:
         return CANNOT, f"the plugin does not work with this torch: {status['obstacle']}"
     if not status["on"]:
         return OFF, f"the plugin is off: {status['why']}"
-    tried = [step for step in found.steps if "problem" not in step]
+    tried = [step for step in found.steps if "hindrance" not in step]
     faults = [f"{step['device']}: {fault}" for step in tried for fault in _faults(step)]
     if faults:
         return CANNOT, f"the skip does not work here: {'; '.join(faults)}"
     if not tried:
-        problems = [f"{step['device']}: {step['problem']}" for step in found.steps]
-        return CANNOT, f"nothing could be tried out: {'; '.join(problems)}"
-    failed = [f"{step['device']}: {step['problem']}" for step in found.steps if "problem" in step]
-    if failed:
-        return CANNOT, "; ".join(failed)
+        why = "; ".join(f"{step['device']}: {step['hindrance']}" for step in found.steps)
+        return CANNOT, f"nothing could be tried out here: {why}"
     return WORKS, f"the skip works on {' and '.join(step['device'] for step in tried)}"
 
 
 def _faults(step: dict[str, Any]) -> list[str]:
+    if "problem" in step:
+        return [step["problem"]]
     on = step.get("on")
     if on is None:
         return ["the plugin was not on"]
@@ -170,14 +170,15 @@ def _faults(step: dict[str, Any]) -> list[str]:
 
 def _step_text(step: dict[str, Any]) -> str:
     title = f"One training step of two layers on {step['device']}, world size 1"
-    if "problem" in step:
-        return f"{title}: {step['problem']}"
+    for what in ("hindrance", "problem"):
+        if what in step:
+            return f"{title}: {step[what]}"
     kinds = list(step["off"])
     rows = [["beyond the plain module", *(kind.replace("_", "-") for kind in kinds)]]
     for arm, name in (("off", "stock FSDP2"), ("on", "with fsdp_skip1")):
         if arm in step:
             rows.append([name, *(str(step[arm][kind]) for kind in kinds)])
-    lines = [title, "", *_aligned(rows, right=range(1, len(kinds) + 1))]
+    lines = [title, "", *aligned(rows, right=range(1, len(kinds) + 1))]
     if "on" in step:
         same = step["bit_equal_to_stock"]
         lines += [

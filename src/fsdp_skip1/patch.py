@@ -140,7 +140,10 @@ def _install(fsdp2: Fsdp2, zero_copy: bool) -> None:
     if fsdp2.reduce is not None:
         wanted += [(module, "foreach_reduce", _foreach_reduce) for module in fsdp2.reduce_modules]
     else:
-        warn_once(f"reduce:{fsdp2.reduce_reason}", f"fsdp_skip1 {fsdp2.reduce_reason}.")
+        warn_once(
+            f"reduce:{fsdp2.reduce_reason}",
+            f"fsdp_skip1 leaves the reduction of gradients alone: {fsdp2.reduce_reason}.",
+        )
     wanted.append((fsdp2.state_class, "_root_pre_forward", _root_pre_forward))
     for owner, name, wrapper in trims.patches(fsdp2):
         # A trim stands in for torch's code, not for somebody else's.
@@ -160,7 +163,11 @@ def _install(fsdp2: Fsdp2, zero_copy: bool) -> None:
     _judged.clear()
     counters.reset()
     _options["zero_copy"] = zero_copy
-    _reducer = Reducer(fsdp2, fsdp2.reduce) if fsdp2.reduce is not None else None
+    _reducer = (
+        Reducer(fsdp2, fsdp2.reduce, trims.sharded_dtensor(fsdp2))
+        if fsdp2.reduce is not None
+        else None
+    )
     _unsharder = Unsharder(fsdp2, zero_copy=zero_copy, on_adopt=_on_adopt)
     announce("on", "on: torch %s, zero_copy=%s", torch.__version__, zero_copy)
 
@@ -285,7 +292,7 @@ def _tell_of(root: Any) -> None:
     level = "info" if rank() == 0 else "debug"
     if heard(level):
         try:
-            from fsdp_skip1.report import first_forward
+            from fsdp_skip1.explanation import first_forward
 
             log(level, "%s", first_forward(root))
         except Exception as error:

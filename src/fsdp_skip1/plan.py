@@ -160,9 +160,9 @@ def plan_reduce(fsdp2: Fsdp2, group: Any, plan: GroupPlan) -> ReducePlan:
     if fsdp2.reduce is None:
         return ReducePlan(
             Reduction.TORCH,
-            f"reduction in this torch is not understood: {fsdp2.reduce_reason}",
+            str(fsdp2.reduce_reason),
             plan.replicas,
-            "use a torch release that the plugin supports",
+            "undo that, and call fsdp_skip1.enable() again",
         )
     trainable = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
     if not trainable:
@@ -270,7 +270,7 @@ def plan_param(fsdp_param: Any, zero_copy: bool) -> ParamPlan:
         return ParamPlan(How.EXTENSION, f"{type(data).__name__} brings its own all-gather hooks")
     if data.device.type == "meta":
         return ParamPlan(How.COPY, "still on the meta device")
-    if _differs(data.device, fsdp_param.device):
+    if offloaded(fsdp_param):
         return ParamPlan(
             How.TRANSFER, f"offloaded to {data.device}, computed on {fsdp_param.device}"
         )
@@ -312,9 +312,11 @@ def _private_buffer_in_use(fsdp_param: Any) -> bool:
     return unsharded is not None and len(buffers) == 1 and storage_holders(buffers[0]) > 2
 
 
-def _differs(left: torch.device, right: torch.device) -> bool:
+def offloaded(fsdp_param: Any) -> bool:
+    """Whether the sharded parameter is kept on another device than it is computed on."""
+    left, right = fsdp_param._sharded_param_data.device, fsdp_param.device
     if left.type != right.type:
-        return True
+        return left.type != "meta"
     # ``cuda`` and ``cuda:0`` are one device as long as it is the current one.
     return left.index is not None and right.index is not None and left.index != right.index
 

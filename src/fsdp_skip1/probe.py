@@ -29,7 +29,16 @@ _COLLECTIVES = {
 }
 # Operators, beside views, that move no data.
 _STILL = frozenset(
-    ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_", "set_")
+    (
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "record_stream",
+        "resize_",
+        "set_",
+    )
 )
 
 
@@ -50,9 +59,9 @@ def main(arguments: Sequence[str], autoloaded: bool) -> None:
     if devices == ["any"]:
         devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     for device in devices:
-        problem = _hindrance(device)
-        if problem is not None:
-            _say(step={"device": device, "problem": problem})
+        hindrance = _hindrance(device)
+        if hindrance is not None:
+            _say(step={"device": device, "hindrance": hindrance})
             continue
         try:
             with _process_group(device):
@@ -72,16 +81,15 @@ def _hindrance(device: str) -> str | None:
     try:
         from torch.distributed.fsdp import fully_shard  # noqa: F401
     except ImportError:
-        return "this torch has no FSDP2 (fully_shard), which lives in torch.distributed.fsdp from 2.6"
+        return (
+            "this torch has no FSDP2 (fully_shard), which lives in torch.distributed.fsdp from 2.6"
+        )
     if not torch.distributed.is_available():
         return "this torch was built without torch.distributed"
     if device == "cuda" and not torch.cuda.is_available():
         return "torch sees no CUDA device"
     if device == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
-        return (
-            f"FSDP2 of torch {torch.__version__} does not run on CPU (2.7 and later do), so "
-            "nothing can be tried out here"
-        )
+        return f"FSDP2 of torch {torch.__version__} does not run on CPU (from 2.7 on it does)"
     return None
 
 

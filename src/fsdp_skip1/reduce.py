@@ -24,13 +24,16 @@ if TYPE_CHECKING:
 
     from fsdp_skip1.releases import Fsdp2, ReduceArgs, ReduceLayout
 
+    Wrap = Callable[[Any, torch.Tensor], torch.Tensor]
+
 
 class Reducer:
     """``foreach_reduce`` for groups whose shard mesh has size 1; the rest stay torch's."""
 
-    def __init__(self, fsdp2: Fsdp2, layout: ReduceLayout) -> None:
+    def __init__(self, fsdp2: Fsdp2, layout: ReduceLayout, wrap: Wrap) -> None:
         self._fsdp2 = fsdp2
         self._layout = layout
+        self._wrap = wrap  # makes a sharded gradient of a parameter's local gradient
 
     def foreach_reduce(
         self, wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -53,12 +56,10 @@ class Reducer:
         group = call.reduce_scatter_group
         if group is not None and group.size() != 1:
             return False
-        if special_case(call.fsdp_params) is not None:
+        meshes = {id(p.mesh_info): p.mesh_info for p in call.fsdp_params}
+        if any(shard_mesh_size(self._fsdp2, mesh_info) != 1 for mesh_info in meshes.values()):
             return False
-        return all(
-            shard_mesh_size(self._fsdp2, fsdp_param.mesh_info) == 1
-            for fsdp_param in call.fsdp_params
-        )
+        return special_case(call.fsdp_params) is None
 
     def _reduce(self, call: ReduceArgs) -> tuple[Any, ...]:
         if torch.is_grad_enabled():  # a backward with create_graph=True
@@ -101,7 +102,7 @@ class Reducer:
             grads = _cast(grads, [(t,) for t in _targets(call, grads)], call.device)
         current = _current_stream(call.device)
         if call.device.type == "cpu" or not any(p.offload_to_cpu for p in call.fsdp_params):
-            _accumulate(call.fsdp_params, grads, current)
+            _accumulate(call.fsdp_params, grads, current, self._wrap)
             done = event = _record(current, call.device)
             stream = current
         else:
@@ -112,7 +113,7 @@ class Reducer:
             with torch.get_device_module(call.device).stream(stream):
                 for grad in grads:
                     grad.record_stream(stream)  # freed here, long before it has been read there
-                _accumulate(call.fsdp_params, grads, stream)
+                _accumulate(call.fsdp_params, grads, stream, self._wrap)
                 done = stream.record_event()
         return self._layout.result(_nothing(call.device), event, stream, done)
 
@@ -155,7 +156,7 @@ class Reducer:
 
             def finish() -> None:
                 division.after(flat)
-                _accumulate_views(call, flat, sizes, reduce)
+                _accumulate_views(call, flat, sizes, reduce, self._wrap)
 
             overlap.current().add(work, finish, call.fsdp_params)
             return self._layout.result(flat, None, reduce, None)
@@ -166,7 +167,7 @@ class Reducer:
                 call.all_reduce_hook(flat)
             reduced = _record(reduce, call.device)
             division.after(flat)
-            _accumulate_views(call, flat, sizes, reduce)
+            _accumulate_views(call, flat, sizes, reduce, self._wrap)
             done = _record(reduce, call.device)
         # FSDP2 holds ``flat`` until ``reduced``; otherwise the next group's gradients could be
         # flattened into the same memory while this all-reduce still runs (pytorch PR 140044).
@@ -369,7 +370,9 @@ def _held_elsewhere(grad: torch.Tensor) -> bool:
     return grad.requires_grad or storage_holders(grad) > 1
 
 
-def _accumulate(fsdp_params: Sequence[Any], grads: list[torch.Tensor], stream: Any) -> None:
+def _accumulate(
+    fsdp_params: Sequence[Any], grads: list[torch.Tensor], stream: Any, wrap: Wrap
+) -> None:
     """Set or add up the sharded gradients, move offloaded ones to the host, run the hooks."""
     grads.reverse()
     for fsdp_param in fsdp_params:
@@ -386,7 +389,7 @@ def _accumulate(fsdp_params: Sequence[Any], grads: list[torch.Tensor], stream: A
         if existing is not None:
             existing._local_tensor += grad
         else:
-            sharded_param.grad = fsdp_param.to_sharded_dtensor(grad)
+            sharded_param.grad = wrap(fsdp_param, grad)
         if hooks:
             for hook in hooks.values():
                 hook(sharded_param)
@@ -399,11 +402,11 @@ def _nothing(device: torch.device) -> torch.Tensor:
 
 
 def _accumulate_views(
-    call: ReduceArgs, flat: torch.Tensor, sizes: Sequence[torch.Size], stream: Any
+    call: ReduceArgs, flat: torch.Tensor, sizes: Sequence[torch.Size], stream: Any, wrap: Wrap
 ) -> None:
     views = _views(flat, sizes)
     steps = [(dtype,) for dtype in _targets(call, views)]
-    _accumulate(call.fsdp_params, _cast(views, steps, call.device), stream)
+    _accumulate(call.fsdp_params, _cast(views, steps, call.device), stream, wrap)
 
 
 def _current_stream(device: torch.device) -> Any:

@@ -93,7 +93,7 @@ PARAM_ATTRIBUTES = (
     "contiguous_sharded_stride",
 )
 _LATER_ATTRIBUTES = ("_unsharded_param", "orig_dtype", "param_dtype")
-_STATE_ATTRIBUTES = ("_state_ctx", "_device_handle")
+_STATE_ATTRIBUTES = ("_state_ctx", "_device_handle", "_is_root")
 _STATE_CONTEXT_ATTRIBUTES = ("all_states", "post_optim_event")
 # Names under which ``foreach_reduce`` hands over what we need, on every release.
 _REDUCE_REQUIRED = frozenset(
@@ -120,6 +120,10 @@ _REDUCE_KNOWN = _REDUCE_REQUIRED | {
     "force_sum_reduction_for_comms",  # 2.8+
     "prepare_reduce_scatter_inputs",  # 2.15: reorders shards, of which there is one
 }
+_REDUCE_RESULTS = (
+    "Tensor, Event, Event, Tensor, Event, Tensor",
+    "Tensor, Event, Stream, Event, Tensor, Event, Tensor",  # 2.13+
+)
 _DIVIDE_REQUIRED = frozenset({"reduce_scatter_group", "all_reduce_group", "reduce_dtype"})
 _DIVIDE_KNOWN = _DIVIDE_REQUIRED | {"device_type", "factor", "force_sum_reduction_for_comms"}
 
@@ -216,6 +220,7 @@ class Fsdp2:
     group_module: Any
     state_module: Any
     param_class: type
+    module_info_class: type | None  # ParamModuleInfo: the places of a parameter in its modules
     group_classes: tuple[type, ...]
     reduce_modules: tuple[Any, ...]
     state_class: type
@@ -385,6 +390,7 @@ def read() -> Fsdp2:
         group_module=group_module,
         state_module=state_module,
         param_class=param_class,
+        module_info_class=getattr(param_module, "ParamModuleInfo", None),
         group_classes=group_classes,
         reduce_modules=reduce_modules,
         state_class=state_class,
@@ -400,6 +406,11 @@ def read() -> Fsdp2:
         reduce=layout,
         reduce_reason=reason,
     )
+
+
+def has_attributes(cls: type | None, *names: str) -> bool:
+    """Whether instances of ``cls`` have all these attributes, for what can be done without them."""
+    return cls is not None and _attributes_of(cls).issuperset(names)
 
 
 def missing_attributes(group: Any) -> list[str]:
@@ -547,29 +558,33 @@ def _reduce_layout(modules: Iterable[Any]) -> tuple[ReduceLayout | None, str | N
         function = others.leads_to_torch(current, "foreach_reduce", module)
         if function is None:
             return None, (
-                f"leaves the reduction of gradients alone: found foreach_reduce replaced by "
-                f"{others.describe(current)}, expected torch's own function, or a wrapper around it"
+                f"found foreach_reduce replaced by {others.describe(current)}, "
+                "expected torch's own function, or a wrapper around it"
             )
     names = _parameters(function)
     _check_names("foreach_reduce", names, _REDUCE_REQUIRED, _REDUCE_KNOWN)
-    items = _items_returned(function)
-    if items not in (6, 7):
-        raise NotUnderstood(f"foreach_reduce with {items} results", "6 or 7 results")
-    return ReduceLayout(names=names, returns_stream=items == 7), None
+    kinds = _kinds_returned(function)
+    if kinds not in _REDUCE_RESULTS:
+        raise NotUnderstood(
+            f"foreach_reduce with the results {kinds}", f"the results {' or '.join(_REDUCE_RESULTS)}"
+        )
+    return ReduceLayout(names=names, returns_stream="Stream" in kinds), None
 
 
-def _items_returned(function: Any) -> int | None:
-    """How many items a function's tuples have; None where annotation and code disagree."""
-    counts = set()
+def _kinds_returned(function: Any) -> str:
+    """What a function returns, by its annotation; a number where its code returns another."""
     annotation = inspect.signature(function).return_annotation
     if isinstance(annotation, str):
         slots = ast.parse(annotation, mode="eval").body
-        items = slots.slice if isinstance(slots, ast.Subscript) else slots
-        counts.add(len(items.elts) if isinstance(items, ast.Tuple) else 0)
+        inner = slots.slice if isinstance(slots, ast.Subscript) else slots
+        items = [ast.unparse(item) for item in getattr(inner, "elts", ())]
     else:
-        counts.add(len(typing.get_args(annotation)))
-    counts |= _tuples_returned(function.__code__)
-    return counts.pop() if len(counts) == 1 else None
+        items = [str(item) for item in typing.get_args(annotation)]
+    counts = _tuples_returned(function.__code__)
+    if counts and counts != {len(items)}:
+        return f"{sorted(counts)} in number, {len(items)} by its annotation"
+    kinds = ("Tensor", "Stream", "Event")
+    return ", ".join(next((kind for kind in kinds if kind in item), item) for item in items)
 
 
 @functools.lru_cache(maxsize=4)

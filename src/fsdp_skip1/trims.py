@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fsdp_skip1.releases import functorch_active
+from fsdp_skip1.others import is_untouched
+from fsdp_skip1.releases import functorch_active, has_attributes
 from fsdp_skip1.unshard import ATTRIBUTE
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ REASONS = {
     "ranges": "a profiler range records nothing while no profiler runs, yet costs two operators",
     "post_backward_function": "from torch 2.13 on its apply() inspects a signature at every call",
     "registration": "parameters are put on their modules through four calls each",
+    "dtensor": "constructing a DTensor passes two decorators around an __init__ that does nothing",
     "dynamo_disable": "torch.compile's off-switch is wrapped anew at every backward hook",
     "typecheck": "2.15 opens a context for annotations that nobody uses",
 }
@@ -96,6 +98,8 @@ def _observed() -> bool:
 def _post_backward_function(fsdp2: Fsdp2) -> list[tuple[Any, str, Any]]:
     stock = getattr(fsdp2.group_module, "RegisterPostBackwardFunction", None)
     if not isinstance(stock, type) or not issubclass(stock, torch.autograd.Function):
+        return []
+    if not has_attributes(fsdp2.group_classes[0], "post_backward", "_register_post_backward_hook"):
         return []
 
     class PostBackward(stock):  # type: ignore[misc, valid-type]
@@ -185,8 +189,11 @@ class Places:
 
 def _registration(fsdp2: Fsdp2) -> list[tuple[Any, str, Any]]:
     for name in ("to_sharded", "to_unsharded", "_setattr_on_modules", "free_unsharded_param"):
-        if not hasattr(fsdp2.param_class, name):
+        if not is_untouched(vars(fsdp2.param_class).get(name)):  # gone, or somebody else's
             return []
+    names = ("module", "param_name", "shared_modules", "shared_param_names")
+    if not has_attributes(fsdp2.module_info_class, *names):
+        return []
 
     def to_unsharded(
         wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -229,6 +236,45 @@ def _places(group: Any) -> Places | None:
         state.places_tried = True
         places = state.places = Places.of(group)
     return places
+
+
+# -- DTensor construction ----------------------------------------------------------------------
+
+
+def sharded_dtensor(fsdp2: Fsdp2) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    """What makes a sharded gradient: torch's ``to_sharded_dtensor``, or a shorter way to the same.
+
+    The shorter way is for a plain tensor of the parameter's own dtype and shape, so that the
+    parameter's sharding spec describes it.
+    """
+    stock = fsdp2.param_class.to_sharded_dtensor  # type: ignore[attr-defined]
+
+    def by_torch(fsdp_param: Any, tensor: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = fsdp_param.to_sharded_dtensor(tensor)
+        return made
+
+    if "dtensor" not in chosen() or not has_attributes(fsdp2.param_class, "_sharding_spec"):
+        return by_torch
+    from torch.distributed.tensor import DTensor
+
+    new = getattr(DTensor.__new__, "__wrapped__", DTensor.__new__)
+
+    def directly(fsdp_param: Any, tensor: torch.Tensor) -> torch.Tensor:
+        spec = fsdp_param._sharding_spec
+        meta = spec.tensor_meta
+        if (
+            type(tensor) is not torch.Tensor
+            or tensor.requires_grad
+            or tensor.shape != fsdp_param.sharded_size
+            or meta is None
+            or meta.dtype is not tensor.dtype
+            or type(fsdp_param).to_sharded_dtensor is not stock  # somebody patched it since
+        ):
+            return by_torch(fsdp_param, tensor)
+        made: torch.Tensor = new(DTensor, tensor, spec, requires_grad=False)
+        return made
+
+    return directly
 
 
 # -- dynamo's off-switch -----------------------------------------------------------------------

@@ -6,15 +6,14 @@ there, and imported again through a loader that edits their source first.
 
 import ast
 import importlib.machinery
-import importlib.util
 import logging
-import os
 import re
 import sys
 import types
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 PARENT = "torch.distributed.fsdp"
@@ -91,35 +90,37 @@ class _Loader(importlib.machinery.SourceFileLoader):
         self._alteration = alteration
 
     def get_code(self, fullname: str) -> types.CodeType:
-        tail = os.path.basename(self.path).removesuffix(".py")
+        tail = Path(self.path).stem
         source = self._alteration.source(tail, self.get_data(self.path).decode())
         return compile(source, self.path, "exec", dont_inherit=True)
 
 
 class _Finder:
-    def __init__(self, alteration: Alteration):
+    """Finds what there is in a directory that mirrors the one of the installed package."""
+
+    def __init__(self, alteration: Alteration, mirror: Path):
         self._alteration = alteration
+        self._mirror = mirror
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != PARENT and not name.startswith(FSDP2):
             return None
-        if name.startswith(FSDP2) and self._alteration.missing:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        before, _, tail = name.rpartition(".")
-        if tail in self._alteration.modules:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        for old, new in self._alteration.modules.items():
-            if tail == new:
-                tail = old
-        spec = importlib.machinery.PathFinder.find_spec(f"{before}.{tail}", path)
-        if spec is None:
-            return None
-        return importlib.util.spec_from_file_location(
-            name,
-            spec.origin,
-            loader=_Loader(self._alteration, name, spec.origin),
-            submodule_search_locations=spec.submodule_search_locations,
-        )
+        path = [str(self._mirror.parent)] if name == PARENT else path
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None:
+            spec.loader = _Loader(self._alteration, name, spec.origin)
+        return spec
+
+
+def _mirrored(source: Path, mirror: Path, alteration: Alteration) -> None:
+    mirror.mkdir()
+    for entry in source.iterdir():
+        stem, _, suffix = entry.name.partition(".")
+        if entry.is_dir():
+            if entry.name != FSDP2.rpartition(".")[2] or not alteration.missing:
+                _mirrored(entry, mirror / entry.name, alteration)
+        elif suffix == "py":
+            (mirror / f"{alteration.modules.get(stem, stem)}.py").symlink_to(entry)
 
 
 _kept: list[Any] = []
@@ -136,11 +137,15 @@ def forget_fsdp2() -> None:
     import torch
 
     del torch.distributed.fsdp
+    vars(torch.ops).pop("fsdp", None)  # handles of operators that are gone
 
 
-def put_in_place(alteration: Alteration) -> None:
+def put_in_place(alteration: Alteration, directory: Path) -> None:
+    source = Path(sys.modules[PARENT].__file__).parent
     forget_fsdp2()
-    sys.meta_path.insert(0, _Finder(alteration))
+    mirror = directory / source.name
+    _mirrored(source, mirror, alteration)
+    sys.meta_path.insert(0, _Finder(alteration, mirror))
 
 
 # -- what the plugin says -------------------------------------------------------------------------
@@ -186,8 +191,12 @@ class Heard:
 # -- training -------------------------------------------------------------------------------------
 
 
-def train(steps: int = 3, **options: Any) -> list[float]:
+def train(mesh: tuple[int, ...] = (1,), steps: int = 3, **options: Any) -> list[float]:
     """Losses of a small model, in the FSDP2 that is loaded now."""
+    return train_more(small_model(mesh, **options), steps)
+
+
+def small_model(mesh: tuple[int, ...] = (1,), **options: Any) -> Any:
     import torch
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
@@ -195,11 +204,12 @@ def train(steps: int = 3, **options: Any) -> list[float]:
 
     torch.manual_seed(7)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    mesh = init_device_mesh("cpu", (1,))
+    names = ("replicate", "shard")[-len(mesh) :]
+    options["mesh"] = init_device_mesh("cpu", mesh, mesh_dim_names=names)
     for layer in model[:2]:
-        fully_shard(layer, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **options)
-    return train_more(model, steps)
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    return model
 
 
 def train_more(model: Any, steps: int = 3) -> list[float]:
@@ -208,7 +218,7 @@ def train_more(model: Any, steps: int = 3) -> list[float]:
     generator = torch.Generator().manual_seed(3)
     losses = []
     for _ in range(steps):
-        loss = model(torch.randn(2, 4, generator=generator)).square().mean()
+        loss = model(torch.randn(2, 4, generator=generator)).float().square().mean()
         loss.backward()
         with torch.no_grad():
             for parameter in model.parameters():

@@ -16,14 +16,14 @@ def _wait_event(self, event):
     return None
 
 
-_STAND_INS = {"record_event": _record_event, "wait_event": _wait_event}
+_METHODS = {"record_event": _record_event, "wait_event": _wait_event}
 
 
 def lacking() -> list[str]:
     """Names of the stream methods that FSDP2 calls and this release does not have."""
-    return [name for name in _STAND_INS if not hasattr(torch.cpu.Stream, name)]
+    return [name for name in _METHODS if not hasattr(torch.cpu.Stream, name)]
 
 
 def install_if_lacking() -> None:
     for name in lacking():
-        setattr(torch.cpu.Stream, name, _STAND_INS[name])
+        setattr(torch.cpu.Stream, name, _METHODS[name])

@@ -57,9 +57,13 @@ def compare(
     gc.collect()
     gc.freeze()  # collections go on, but each arm pays for its own garbage only
     times: dict[str, list[float]] = {trainer.name: [] for trainer in working}
+    shares: list[float] = []
     for block in _blocks(options.steps):
         for trainer in working if len(times[working[0].name]) % 2 == 0 else reversed(working):
-            times[trainer.name].append(_block(trainer, block, device))
+            seconds, share = _block(trainer, block, device)
+            times[trainer.name].append(seconds)
+            if trainer is trainers[0]:
+                shares.append(share)
             progress()
     gc.unfreeze()
 
@@ -87,7 +91,10 @@ def compare(
         pairs = zip(times[trainer.name], times[baseline.name], strict=True)
         arm.ratio = Spread.of([ours / base for ours, base in pairs])
         arm.losses = _of_all_ranks(trainer.losses)
-    comparison = Comparison(model, parameters, size.batch * size.length, results)
+    # What waits for a GPU or for other ranks does not need the CPU all the time.
+    alone = device.type == "cpu" and dist.get_world_size() == 1
+    cpu_share = statistics.median(shares) if alone else None
+    comparison = Comparison(model, parameters, size.batch * size.length, results, cpu_share)
     comparison.judge()
     return comparison
 
@@ -114,21 +121,23 @@ def _try_out(trainer: Trainer, *, required: bool) -> None:
         trainer.failure = f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _block(trainer: Trainer, steps: int, device: torch.device) -> float:
-    """The median time of a step, by the slowest rank."""
-    seconds = []
+def _block(trainer: Trainer, steps: int, device: torch.device) -> tuple[float, float]:
+    """The median time of a step, by the slowest rank; and how much of it the CPU was ours."""
+    seconds, shares = [], []
     with trainer.setting():
         gc.collect()
         for number in range(WARM_UP + steps):
             if number == WARM_UP and dist.get_world_size() > 1:
                 dist.barrier()
             _synchronize(device)
-            start = time.perf_counter()
+            start, start_cpu = time.perf_counter(), time.process_time()
             loss = trainer.step()
             _synchronize(device)
             seconds.append(time.perf_counter() - start)
+            shares.append((time.process_time() - start_cpu) / seconds[-1])
             trainer.finish(loss)
-    return max(_of_all_ranks(statistics.median(seconds[WARM_UP:])))
+    slowest = max(_of_all_ranks(statistics.median(seconds[WARM_UP:])))
+    return slowest, statistics.median(shares[WARM_UP:])
 
 
 class _Ops(TorchDispatchMode):

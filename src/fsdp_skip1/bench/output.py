@@ -103,8 +103,18 @@ def plain_table(comparison: Comparison) -> str:
         lines.append("  ".join(cells).rstrip())
         if number == 0:
             lines.append("  ".join("-" * width for width in widths))
-    lines += [f"{arm.title}: {arm.failure}" for arm in comparison.arms if arm.failure]
-    return "\n".join(lines)
+    return "\n".join(lines + notes(comparison))
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """What a reader of a table must know beside it."""
+    lines = [f"{arm.title}: {arm.failure}" for arm in comparison.arms if arm.failure]
+    if comparison.disturbed:
+        lines.append(
+            f"This machine is busy: the {comparison.arms[0].title} had a CPU for "
+            f"{100 * (comparison.cpu_share or 0):.0f} % of the time. Do not trust the ratios."
+        )
+    return lines
 
 
 def plot(report: Report, file: Path) -> None:
@@ -160,9 +170,8 @@ def _pretty_table(title: str, comparison: Comparison) -> None:
     console = Console(width=200)
     console.print(f"\n{title}", style="italic", highlight=False, markup=False)
     console.print(table)
-    for arm in comparison.arms:
-        if arm.failure:
-            console.print(f"{arm.title}: {arm.failure}", markup=False)
+    for line in notes(comparison):
+        console.print(line, markup=False, highlight=False)
 
 
 def _row(comparison: Comparison, arm: Arm) -> list[str]:

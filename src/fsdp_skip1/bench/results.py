@@ -69,12 +69,30 @@ class Arm:
 
 @dataclass
 class Comparison:
-    """All arms of one model. The first arm is the baseline."""
+    """All arms of one model. The first arm is the baseline.
+
+    Attributes:
+        model: Its name.
+        parameters: How many numbers it learns.
+        tokens: How many each rank is given in a step.
+        arms: What was compared.
+        cpu_share: CPU time over wall time of the baseline's steps, where it should be 1 or more.
+    """
 
     model: str
     parameters: int
     tokens: int
     arms: list[Arm]
+    cpu_share: float | None = None
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether other processes took so much of the CPU that times say little.
+
+        Worse than noise: arms that sleep now and then, as in a collective, get the CPU back sooner
+        than those that never do.
+        """
+        return self.cpu_share is not None and self.cpu_share < 0.9
 
     def judge(self) -> None:
         """Compare each arm's losses with its reference's."""

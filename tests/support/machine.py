@@ -1,0 +1,408 @@
+"""Drives the three arms of the state machine, each in a process of its own, and judges them.
+
+Plain, stock and plugin get the same operations. The plugin has to equal stock to the bit; where
+stock is known to be wrong (``faults``), it has to equal the plain module from there on. What the
+README documents as different is left out: see :meth:`Judge.prepare`.
+
+[Note: what plain can say]
+The plain module follows as long as it can: no optimizer step between forward and backward, no
+exception in backward, no rounding of FSDP2's own. The first time it differs from a stock that is
+right, it no longer counts.
+"""
+
+import contextlib
+import faulthandler
+import multiprocessing.connection
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from typing import Any
+
+import torch.distributed as dist
+
+from support import warmup
+from support.arms import PLAIN, PLUGIN, STOCK
+from support.faults import fault
+from support.features import RELEASE
+from support.machine_arm import Arm, Op, Report, Spec
+
+_TIMEOUT_SECONDS = 60.0
+_KINDS = (PLAIN, STOCK, PLUGIN)
+
+
+class Divergence(AssertionError):
+    """The arms differ, or an invariant is broken; the message holds what replays it."""
+
+
+class Gone(Exception):
+    """An arm died, hung, or failed outside of an operation."""
+
+    def __init__(self, kind: str, how: str) -> None:
+        super().__init__(f"the arm {kind} {how}")
+        self.kind = kind
+
+
+class Child:
+    """One arm in a forked process."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
+        self.pipe, other = multiprocessing.connection.Pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self.pipe.close()
+            _serve(kind, other, self.output.fileno())  # never returns
+        other.close()
+
+    def send(self, request: Spec | Op) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self.pipe.send(request)
+
+    def receive(self) -> Report:
+        how = "died"
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            if self.pipe.poll(_TIMEOUT_SECONDS):
+                answer = self.pipe.recv()
+                if isinstance(answer, Report):
+                    return answer
+                raise Gone(self.kind, f"failed itself:\n{answer}")
+            how = f"hung for {_TIMEOUT_SECONDS:g} s"
+            os.kill(self.pid, signal.SIGUSR1)
+            time.sleep(0.3)
+        self.output.seek(0)
+        said = self.output.read().decode(errors="replace")[-3000:]
+        raise Gone(self.kind, f"{how}:\n{said}")
+
+    def close(self) -> None:
+        self.pipe.close()
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        self.output.close()
+
+
+def _serve(kind: str, pipe: Any, output: int) -> None:
+    try:
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+        faulthandler.enable(file=sys.stderr, all_threads=True)
+        faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+        warnings.simplefilter("ignore")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            arm = Arm(kind)
+            while True:
+                request = pipe.recv()
+                pipe.send(arm.begin(request) if isinstance(request, Spec) else arm.do(request))
+        except EOFError:
+            pass
+        except BaseException:
+            pipe.send(traceback.format_exc())
+    finally:
+        os._exit(0)
+
+
+class Trio:
+    """The three processes; restarted after a failure, so that every replay begins afresh."""
+
+    def __init__(self) -> None:
+        warmup.load()
+        self._children: list[Child] = []
+
+    def ask(self, request: Spec | Op) -> dict[str, Report]:
+        if not self._children:
+            assert isinstance(request, Spec)
+            self._children = [Child(kind) for kind in _KINDS]
+        for child in self._children:
+            child.send(request)
+        return {child.kind: child.receive() for child in self._children}
+
+    def close(self) -> None:
+        for child in self._children:
+            child.close()
+        self._children = []
+
+
+# Operations after which plain can still say what is right, where stock cannot.
+_PLAIN_FOLLOWS = frozenset(
+    "forward backward repeat drop step zero_grad scale_grads let_go freeze write unshard wait "
+    "reshard prefetch setter divide_factor state_dict load swap to toggle reset_iter_state".split()
+)
+# Operations that change parameters: plain must not make them between forward and backward.
+_CHANGES = frozenset("step write load swap to freeze".split())
+# Before 2.9 stock copies when an unshard is begun, not when it is waited for.
+_COPIES_AT_UNSHARD = RELEASE < (2, 9)
+_NO_REPLICAS_ON_GLOO = RELEASE < (2, 8)
+
+
+def plain_can_follow(spec: Spec) -> bool:
+    """Whether the plain module rounds as FSDP2 does: see [Note: what plain can say]."""
+    if not spec.param_dtype:
+        return spec.reduce_dtype in ("", spec.dtype) and not spec.output_dtype
+    dtypes = (spec.dtype, spec.param_dtype, spec.reduce_dtype)
+    return dtypes == ("float32", "bfloat16", "float32") and not spec.checkpoint
+
+
+class Judge:
+    """One model: carries operations out in all arms and compares what they left.
+
+    Attributes:
+        steps: how often each operation ran; ``steps["raised"]`` where the arms agreed to raise.
+    """
+
+    def __init__(self, trio: Trio) -> None:
+        self._trio = trio
+        self.steps: Counter[str] = Counter()
+
+    def begin(self, spec: Spec) -> None:
+        self.spec = spec
+        self.history: list[Op] = []
+        self.stock_counts = not (spec.mesh == (1, 1) and _NO_REPLICAS_ON_GLOO)
+        self.plain_counts = plain_can_follow(spec)
+        self.over = False  # nothing is left to compare with
+        self.failed = False
+        self.on, self.zero_copy = spec.on, spec.zero_copy
+        self.dtype = spec.dtype
+        self.used = False  # after the first forward or unshard
+        self.rooted = False  # after the first forward of the root
+        self.factor, self.forced = 1.0, False
+        self.steps_in_backward = False
+        self.keeps_after_backward = False
+        self.entry_stays_sharded = False
+        self._settle()
+        self._compare(self._ask(spec), "begin")
+
+    def do(self, operation: Op) -> None:
+        """Carries it out in all arms, unless they could not be compared any more."""
+        for each in self._spelled_out(operation):
+            if not self.over and self._allows(each) and self._clear_the_way(each):
+                self._carry_out(each)
+
+    def play(self, spec: Spec, *operations: Op) -> None:
+        self.begin(spec)
+        for operation in operations:
+            self.do(operation)
+
+    def _carry_out(self, operation: Op) -> None:
+        self.history.append(operation)
+        self.steps[operation.name] += 1
+        self._follow(operation)
+        reports = self._ask(operation)
+        if reports:
+            self._compare(reports, operation.name)
+
+    def _ask(self, request: Spec | Op) -> dict[str, Report]:
+        try:
+            self.last = self._trio.ask(request)
+        except Gone as gone:
+            self._trio.close()
+            if gone.kind != STOCK:
+                self._fail([str(gone)])
+            # Stock reads memory that it has freed after some exceptions; there is nothing to learn.
+            self.steps["stock died"] += 1
+            if os.environ.get("TELL"):
+                print(str(gone)[-1500:], self.spec, *self.history, sep="\n  ", flush=True)
+            self.over = True
+            return {}
+        return self.last
+
+    # - What may be compared
+
+    @staticmethod
+    def _spelled_out(operation: Op) -> list[Op]:
+        """A whole step, with or without microbatches, is one operation to write and many to do."""
+        if operation.name != "train":
+            return [operation]
+        arguments = dict(operation.arguments)
+        micro, seed = arguments.pop("micro", 1), arguments.pop("seed", 0)
+        passes = [
+            each
+            for index in range(micro)
+            for each in (
+                Op("forward", {**arguments, "seed": seed + index}),
+                Op("backward", {"which": -1}),
+            )
+        ]
+        return [*passes, Op("step", {}), Op("zero_grad", {})]
+
+    def _allows(self, operation: Op) -> bool:
+        name, arguments = operation.name, operation.arguments
+        pending_graphs = self.last[PLAIN].facts["graphs"] or self.last[PLUGIN].facts["graphs"]
+        if not self.stock_counts and (
+            name not in _PLAIN_FOLLOWS
+            or (name in _CHANGES and pending_graphs)
+            or (name == "setter" and arguments.get("where", -1) != -1)
+        ):
+            return False
+        if name == "forward":
+            if arguments.get("where", -1) >= 0 and (
+                not self.rooted or self.spec.wrap == "root" or not self.stock_counts
+            ):
+                return False  # FSDP2 wants to see the root first
+            return not (self.entry_stays_sharded and arguments.get("grad_input"))
+        if name == "to":
+            return not self._wrong_after_to(arguments["dtype"]) or self._plain_takes_over()
+        if name == "divide_factor":
+            wrong = self._divides_wrongly(arguments["factor"], self.forced)
+            return not wrong or self._plain_takes_over()
+        if name == "step_in_backward":
+            return not self.keeps_after_backward
+        if name == "setter":
+            return self._allows_setter(**arguments)
+        return True
+
+    def _allows_setter(self, name: str, value: Any, where: int = -1) -> bool:
+        if name == "set_force_sum_reduction_for_comms":
+            return not self._divides_wrongly(self.factor, value) or self._plain_takes_over()
+        if name == "set_reshard_after_backward" and not value:
+            return not self.steps_in_backward
+        if name == "set_unshard_in_backward":
+            # Only where backward does not need the weight.
+            graphs = self.last[PLUGIN].facts["graphs"]
+            return where == -2 and self.spec.wrap == "entry" and not graphs
+        return True
+
+    def _plain_takes_over(self) -> bool:
+        """Stock is about to be wrong."""
+        graphs = self.last[PLAIN].facts["graphs"] or self.last[PLUGIN].facts["graphs"]
+        if not self.plain_counts or graphs:
+            return False
+        self.stock_counts = False
+        return True
+
+    def _wrong_after_to(self, dtype: str) -> bool:
+        return self.used and dtype != self.dtype
+
+    def _divides_wrongly(self, factor: float, forced: bool) -> bool:
+        if factor == 1.0:
+            return False
+        split = forced or "float16" in (
+            self.spec.reduce_dtype or self.spec.param_dtype or self.dtype,
+        )
+        return fault("divide factor applied twice" if split else "divide factor not applied")
+
+    def _clear_the_way(self, operation: Op) -> bool:
+        """Reshards before a parameter changes.
+
+        Over shared memory, a change shows at once in a group that is unsharded, where stock goes
+        on with its copy of the old values. That is documented, and not compared.
+        """
+        if operation.name not in ("step", "write", "load"):
+            return True
+        if self._in_danger():
+            self._carry_out(Op("reshard", {}))
+        return not self.over and not self._in_danger()
+
+    def _in_danger(self) -> bool:
+        facts = self.last[PLUGIN].facts
+        early = facts["pending"] and _COPIES_AT_UNSHARD
+        return bool(early or (facts["unsharded"] and self.on and self.zero_copy))
+
+    def _follow(self, operation: Op) -> None:
+        name, arguments = operation.name, operation.arguments
+        graphs = self.last[PLAIN].facts["graphs"]
+        if name not in _PLAIN_FOLLOWS or (name in _CHANGES and graphs):
+            self.plain_counts = False
+        if name == "toggle":
+            self._toggled(arguments["action"])
+        elif name == "plant" and arguments.get("action") in ("on", "off", "copy"):
+            # At some moment to come: take the worst of both.
+            self.on = self.zero_copy = True
+        elif name == "to":
+            self.dtype = arguments["dtype"]
+        elif name in ("forward", "unshard", "repeat"):
+            self.used = True
+            self.rooted = self.rooted or name != "unshard"
+        elif name == "divide_factor":
+            self.factor = arguments["factor"]
+        elif name == "step_in_backward":
+            self.steps_in_backward = True
+        elif name == "setter":
+            value = arguments["value"]
+            if arguments["name"] == "set_force_sum_reduction_for_comms":
+                self.forced = value
+            elif arguments["name"] == "set_reshard_after_backward":
+                self.keeps_after_backward = self.keeps_after_backward or not value
+            elif arguments["name"] == "set_unshard_in_backward":
+                self.entry_stays_sharded = self.entry_stays_sharded or not value
+            elif arguments["name"] == "set_reduce_scatter_unused_params":
+                self.plain_counts = False
+        self._settle()
+
+    def _toggled(self, action: str) -> None:
+        self.on, self.zero_copy = action != "off", action == "on"
+
+    def _settle(self) -> None:
+        if not (self.stock_counts or self.plain_counts):
+            self.over = True
+
+    # - Comparing
+
+    def _compare(self, reports: dict[str, Report], during: str) -> None:
+        plain, stock, plugin = (reports[kind] for kind in _KINDS)
+        if self.stock_counts and _known_fault(stock.error):
+            self.stock_counts = False
+            self._settle()
+            if self.over:
+                return
+        problems = [*plugin.broken, *(f"stock: {what}" for what in stock.broken)]
+        if self.stock_counts:
+            problems += _differences(plugin, stock, layout=True)
+            if problems:
+                problems = [f"{what} (instead of stock's)" for what in problems]
+            elif _differences(stock, plain):
+                self.plain_counts = False
+            allowed = max(stock.facts["grown"], 0)
+        else:
+            problems += [f"{what} (instead of plain's)" for what in _differences(plugin, plain)]
+            allowed = 0
+        if plugin.facts["grown"] > allowed:
+            problems.append(f"{plugin.facts['grown']} tensors more after the same steps")
+        if problems:
+            self._fail([f"{during}:", *problems[:12], plugin.trace])
+        if plugin.error:
+            self.steps["raised"] += 1
+            if os.environ.get("TELL"): self.steps["! "+plugin.error[:110]] += 1
+        if not self.stock_counts:
+            self.steps["plain judged"] += 1
+
+    def _fail(self, problems: list[str]) -> None:
+        self._trio.close()
+        self.failed = True
+        what = ",\n    ".join(map(repr, [self.spec, *self.history]))
+        raise Divergence("\n".join([*problems, "To replay:", f"judge.play(\n    {what},\n)"]))
+
+
+def _known_fault(error: str) -> bool:
+    return "uniform gradient dtype" in error and fault("gradient that arrives late")
+
+
+def _differences(ours: Report, theirs: Report, layout: bool = False) -> list[str]:
+    problems = []
+    same = ours.error == theirs.error if layout else bool(ours.error) == bool(theirs.error)
+    if not same:
+        problems.append(f"raised {ours.error or 'nothing'}\n    instead of {theirs.error or 'nothing'}")
+    mine = {k: v for k, v in ours.records.items() if layout or _in_plain(k)}
+    other = {k: v for k, v in theirs.records.items() if layout or _in_plain(k)}
+    for key, image in mine.items():
+        if key not in other:
+            problems.append(f"{key}: not there in the other arm")
+        elif image != other[key]:
+            how = image.differs(other[key], layout)
+            problems += [f"{key}: {how}"] if how else []
+    problems += [f"{key}: only there in the other arm" for key in other if key not in mine]
+    return problems
+
+
+def _in_plain(key: str) -> bool:
+    return key.startswith(("param ", "grad ", "output", "loss", "state "))

@@ -1,0 +1,259 @@
+"""A state machine that tries everything: random models, then random sequences of operations.
+
+``FSDP_SKIP1_MACHINE_STEPS`` asks for more steps than the few hundred that run by default, and
+``FSDP_SKIP1_MACHINE_SEED`` for others. A failure prints the shortest sequence that was found; put
+it into ``test_machine_faults``.
+"""
+
+import math
+import os
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from support import features
+from support.machine import Judge, Trio
+from support.machine_arm import Spec, op
+
+STEPS = int(os.environ.get("FSDP_SKIP1_MACHINE_STEPS", "600"))
+SEED = int(os.environ.get("FSDP_SKIP1_MACHINE_SEED", "1"))
+_LENGTH = 30
+_CHUNK = 600
+
+FLOATS = ("float32", "bfloat16", "float16")
+MESHES = [(1,), (1, 1)] + [()] * features.has("replicate_with_fsdp")
+MODES = ("grad", "grad", "no_grad", "inference")
+
+
+def specs() -> st.SearchStrategy[Spec]:
+    choices = {
+        "dtype": st.sampled_from(FLOATS),
+        "param_dtype": st.sampled_from(("", "", "bfloat16", "float16")),
+        "reduce_dtype": st.sampled_from(("", "float32", "bfloat16")),
+        "output_dtype": st.sampled_from(("", "float32")),
+        "dim": st.sampled_from((3, 1, 5)),
+        "hidden": st.sampled_from((4, 1, 7)),
+        "norm": st.booleans(),
+        "kind": st.sampled_from(("stack", "shared", "branches")),
+        "depth": st.integers(1, 3),
+        "tied": st.booleans(),
+        "odd": st.sampled_from(("", "int", "half", "empty", "unused")),
+        "checkpoint": st.sampled_from(("", "", "inside", "outside", "reentrant")),
+        "wrap": st.sampled_from(("blocks", "root", "inner", "grouped", "entry")),
+        "mesh": st.sampled_from(MESHES),
+        "reshard": st.sampled_from((True, False, None)),
+        "offload": st.booleans(),
+        "frozen": st.lists(st.integers(0, 9), max_size=2).map(tuple),
+        "optimizer": st.sampled_from(("sgd", "momentum", "adamw", "fused")),
+        "foreach": st.booleans(),
+        "on": st.booleans().map(lambda off: not off),
+        "zero_copy": st.booleans().map(lambda copies: not copies),
+    }
+    return st.builds(Spec, **choices).map(_sound)
+
+
+def _sound(spec: Spec) -> Spec:
+    """Without what FSDP2 does not take."""
+    if spec.wrap == "entry" and spec.tied:
+        spec = replace(spec, tied=False)  # one parameter, two groups
+    if not spec.param_dtype and spec.output_dtype:
+        spec = replace(spec, output_dtype="")  # a block would not take what the last one gives
+    return spec
+
+
+SETTERS = (
+    ("set_requires_gradient_sync", st.booleans()),
+    ("set_requires_all_reduce", st.booleans()),
+    ("set_is_last_backward", st.booleans()),
+    ("set_reshard_after_backward", st.booleans()),
+    ("set_reshard_after_forward", st.booleans()),
+    ("set_force_sum_reduction_for_comms", st.booleans()),
+    ("set_reduce_scatter_unused_params", st.booleans()),
+    ("set_keep_unsharded_storage", st.booleans()),
+    ("set_unshard_in_backward", st.booleans()),
+    ("_set_unshard_async_op", st.booleans()),
+)
+setters = st.one_of(
+    *(st.tuples(st.just(name), values, st.sampled_from((-1, -1, -2, 0, 1))) for name, values in SETTERS)
+)
+where = st.sampled_from((-1, 0, 1, 2))
+which = st.integers(0, 9)
+seeds = st.integers(0, 3)
+
+
+class Machine(RuleBasedStateMachine):
+    trio: Trio
+    judges: list[Judge]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.judge = Judge(self.trio)
+        self.judges.append(self.judge)
+
+    @initialize(spec=specs())
+    def begin(self, spec):
+        self.judge.begin(spec)
+
+    # - Passes
+
+    @rule(seed=seeds, active=seeds)
+    def train(self, seed, active):
+        self.judge.do(op.train(seed=seed, active=active))
+
+    @rule(seed=seeds, micro=st.integers(2, 3), grad_input=st.booleans())
+    def accumulate(self, seed, micro, grad_input):
+        self.judge.do(op.train(seed=seed, micro=micro, grad_input=grad_input))
+
+    @rule(seed=seeds, where=where, grad_input=st.booleans(), active=seeds)
+    def there_and_back(self, **arguments):
+        self.judge.do(op.forward(**arguments))
+        self.judge.do(op.backward(which=-1))
+
+    @rule(seed=seeds, where=where, mode=st.sampled_from(MODES), grad_input=st.booleans(), active=seeds)
+    def forward(self, **arguments):
+        self.judge.do(op.forward(**arguments))
+
+    @rule(which=seeds, retain=st.booleans(), both=st.booleans())
+    def backward(self, **arguments):
+        self.judge.do(op.backward(**arguments))
+
+    @rule(drops=st.booleans())
+    def repeat(self, drops):
+        self.judge.do(op.drop() if drops else op.repeat())
+
+    # - Optimizer and gradients
+
+    @rule()
+    def step(self):
+        self.judge.do(op.step())
+
+    @rule(set_to_none=st.booleans())
+    def zero_grad(self, set_to_none):
+        self.judge.do(op.zero_grad(set_to_none=set_to_none))
+
+    @rule(data=st.data())
+    def gradients(self, data):
+        self.judge.do(
+            data.draw(
+                st.one_of(
+                    st.builds(op.clip, norm=st.just(0.1), foreach=st.booleans()),
+                    st.builds(op.scale_grads, factor=st.just(0.5)),
+                    st.builds(op.set_grad, which=which, value=st.sampled_from((None, 0.25))),
+                    st.builds(op.hold, which=which, what=st.sampled_from(("grad", "state"))),
+                    st.builds(op.let_go),
+                    st.builds(op.set_optimizer, kind=st.sampled_from(("momentum", "adamw"))),
+                )
+            )
+        )
+
+    @rule(which=which, trains=st.booleans())
+    def freeze(self, **arguments):
+        self.judge.do(op.freeze(**arguments))
+
+    @rule(which=which)
+    def write(self, which):
+        self.judge.do(op.write(which=which))
+
+    # - Hooks
+
+    @rule(kind=st.sampled_from(("accumulate", "gradient", "output")), which=which, where=where)
+    def hook(self, **arguments):
+        self.judge.do(op.hook(**arguments))
+
+    @rule(which=which, removes=st.booleans())
+    def step_in_backward(self, which, removes):
+        self.judge.do(op.unhook() if removes else op.step_in_backward(which=which))
+
+    @rule(
+        where=where,
+        moment=st.sampled_from(("forward", "backward", "before", "accumulate")),
+        action=st.sampled_from(("raise", "off", "on", "copy", "reshard", "unshard")),
+    )
+    def plant(self, **arguments):
+        self.judge.do(op.plant(**arguments))
+
+    # - FSDP2 by hand
+
+    @rule(where=where, wait=st.sampled_from(("sync", "async", "later", "never")))
+    def unshard(self, **arguments):
+        self.judge.do(op.unshard(**arguments))
+
+    @rule()
+    def wait(self):
+        self.judge.do(op.wait())
+
+    @rule(where=st.sampled_from((None, -1, 0, 1)))
+    def reshard(self, where):
+        self.judge.do(op.reshard(where=where))
+
+    @rule(setter=setters)
+    def setter(self, setter):
+        name, value, target = setter
+        self.judge.do(op.setter(name=name, value=value, where=target))
+
+    @rule(kind=st.sampled_from(("forward", "backward")), shift=st.integers(1, 3), on=st.booleans())
+    def prefetch(self, **arguments):
+        self.judge.do(op.prefetch(**arguments))
+
+    @rule(factor=st.sampled_from((1.0, 4.0)))
+    def divide_factor(self, factor):
+        self.judge.do(op.divide_factor(factor=factor))
+
+    @rule(what=st.sampled_from(("reset_iter_state", "all_reduce_hook", "state_dict")))
+    def rare(self, what):
+        self.judge.do(getattr(op, what)())
+
+    # - State
+
+    @rule(assign=st.booleans(), where=where)
+    def load(self, **arguments):
+        self.judge.do(op.load(**arguments))
+
+    @rule(how=st.sampled_from(("apply", "swap_tensors", "empty")), which=which)
+    def swap(self, **arguments):
+        self.judge.do(op.swap(**arguments))
+
+    @rule(dtype=st.sampled_from(FLOATS))
+    def to(self, dtype):
+        self.judge.do(op.to(dtype=dtype))
+
+    # - The switch
+
+    @rule(action=st.sampled_from(("off", "on", "copy")), thread=st.booleans())
+    def toggle(self, **arguments):
+        self.judge.do(op.toggle(**arguments))
+
+
+@pytest.fixture(scope="module")
+def trio():
+    trio = Trio()
+    yield trio
+    trio.close()
+
+
+@pytest.fixture(scope="module")
+def judges():
+    """Every model of this run, for the count at the end."""
+    judges: list[Judge] = []
+    yield judges
+    total = sum((judge.steps for judge in judges), start=type(Judge(None).steps)())
+    notes = {name: total.pop(name) for name in ("raised", "stock died", "plain judged") if name in total}
+    print(f"\n{sum(total.values())} steps of the machine on {len(judges)} models, of these {notes}")
+    print(dict(total.most_common()))
+
+
+@pytest.mark.parametrize("number", [SEED + i for i in range(math.ceil(STEPS / _CHUNK))])
+def test_random_sequences(number, trio, judges):
+    steps = min(STEPS, _CHUNK)
+    profile = settings(
+        max_examples=math.ceil(steps / _LENGTH),
+        stateful_step_count=_LENGTH,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+    )
+    machine = type("Machine", (Machine,), {"trio": trio, "judges": judges})
+    run_state_machine_as_test(seed(number)(machine), settings=profile)
