@@ -17,11 +17,9 @@ os.environ.pop("FSDP_SKIP1", None)
 import gc
 
 import pytest
-import torch
 
-from support import cpu_streams, results, standins, warmup
+from support import arms, cpu_streams, features, results, standins, warmup
 
-torch.set_num_threads(1)
 cpu_streams.install_if_lacking()
 
 
@@ -30,7 +28,7 @@ def pytest_configure(config):
 
 
 @pytest.fixture(scope="session")
-def ledger():
+def ledger(request):
     """Each scenario runs once; its tests (one an arm) read the same result."""
     warmup.load()
     standins.install_copy_out()
@@ -38,5 +36,15 @@ def ledger():
     standins.install_average()
     gc.collect()
     gc.freeze()  # fewer pages copied by forked ranks
-    yield results.Ledger()
+    ledger = results.Ledger(_scenarios(request.session.items))
+    yield ledger
+    ledger.close()
     gc.unfreeze()
+
+
+def _scenarios(items):
+    """In the order of their tests, and only those that will run here."""
+    for item in items:
+        scenario = getattr(item, "callspec", None) and item.callspec.params.get("scenario")
+        if isinstance(scenario, arms.Scenario) and not features.missing(scenario.needs):
+            yield scenario

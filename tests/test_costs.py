@@ -6,13 +6,14 @@ against the same step of a module without FSDP2.
 
 import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
 from support import models, shards
 from support.arms import PLUGIN, STOCK, Run, Scenario
 from support.counting import Counts
 from support.features import missing
 from support.results import Ledger
 from support.steps import backward, forward, sgd, tokens, train, update
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 pytestmark = pytest.mark.scenario
 
@@ -124,7 +125,6 @@ def test_mixed_precision_casts_once_a_group(ledger) -> None:
     extra = ours.moved_beyond(counts_of(ledger, ALL_BF16, "plain"))
     groups, unshards = 3, 2 + 2 + 1  # the root stays unsharded after its forward
     assert sum(extra.values()) <= unshards + groups, extra
-
 
 
 REPLICAS = [

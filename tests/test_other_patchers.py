@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from support import altered, warmup
+from support import altered
 from support.altered import Heard
 from support.arms import param_groups
 from support.ranks import run_ranks
@@ -24,8 +24,6 @@ BEFORE = (THEY_FIRST, THEY_INSIDE)
 AFTER = (THEY_LAST, THEY_OUTSIDE)
 EARLIER = (EARLY, EARLY_OUTSIDE)
 
-REPLACED = "found FSDPParamGroup.{} replaced by {}support.patchers.{}"
-
 
 @dataclass(frozen=True)
 class Case:
@@ -33,31 +31,67 @@ class Case:
 
     project: str
     orders: tuple[tuple[str, ...], ...]
-    #: Words of the one warning if we stand aside; none if we go on working.
+    #: Words of the one warning; none if there is nothing to say.
     says: tuple[str, ...] = ()
+    #: Whether the plugin goes on working while they are there.
+    works: bool = True
 
+
+BACK = "put torch's own {} back. What goes through there is left to that code. To have it back, call"
 
 CASES = [
-    Case("titan", (*BEFORE, *AFTER)),
-    Case("titan", EARLIER, ("replaced", "FSDPParamGroup.unshard by support.patchers.titan._unshard",
-                            "FSDPParamGroup.wait_for_unshard by support.patchers.titan._wait")),
-    Case("npu", BEFORE, ("found FSDPParamGroup.wait_for_unshard replaced by support.patchers.npu",
-                         "expected torch's own method")),
-    Case("npu", AFTER, ("FSDPParamGroup.wait_for_unshard by support.patchers.npu",)),
-    Case("musa", BEFORE, ("found FSDPParamGroup.unshard replaced by support.patchers.musa.unshard",
-                          "expected torch's own method")),
-    Case("musa", (*AFTER, EARLY), ("FSDPParamGroup.unshard by support.patchers.musa.unshard",
-                                   "FSDPParamGroup.wait_for_unshard by support.patchers.musa.wait")),
-    Case("code", BEFORE, ("found FSDPParamGroup.unshard replaced by code of unshard (code.py:",)),
-    Case("code", AFTER, ("FSDPParamGroup.unshard by code of unshard (code.py:",)),
+    Case("titan", (THEY_FIRST, *AFTER)),
+    Case("titan", (THEY_INSIDE,), (BACK.format(
+        "FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard, "
+        "_fsdp_param_group.foreach_reduce, _fsdp_collectives.foreach_reduce"),)),
+    Case("titan", EARLIER, (
+        "somebody replaced FSDPParamGroup.unshard by support.patchers.titan._unshard (titan.py:",
+        "FSDPParamGroup.wait_for_unshard by support.patchers.titan._wait_for_unshard (titan.py:",
+    ), works=False),
+    Case("npu", BEFORE, (
+        "found FSDPParamGroup.wait_for_unshard replaced by support.patchers.npu.wait_for_unshard",
+        "expected torch's own method",
+    ), works=False),
+    Case("npu", AFTER, (
+        "FSDPParamGroup.wait_for_unshard by support.patchers.npu.wait_for_unshard (npu.py:",
+    ), works=False),
+    Case("musa", BEFORE, (
+        "found FSDPParamGroup.unshard replaced by support.patchers.musa.unshard (musa.py:",
+        "expected torch's own method",
+    ), works=False),
+    Case("musa", (*AFTER, EARLY), (
+        "FSDPParamGroup.unshard by support.patchers.musa.unshard (musa.py:",
+        "FSDPParamGroup.wait_for_unshard by support.patchers.musa.wait_for_unshard (musa.py:",
+    ), works=False),
+    Case("code", BEFORE, (
+        "found FSDPParamGroup.unshard replaced by code of unshard (code.py:",
+    ), works=False),
+    Case("code", AFTER, (
+        "somebody replaced FSDPParamGroup.unshard by code of unshard (code.py:",
+        "FSDPParamGroup.wait_for_unshard by code of wait_for_unshard (code.py:",
+    ), works=False),
     Case("axolotl", (*BEFORE, *AFTER)),
-    Case("veomni", (*BEFORE, *AFTER)),
-    Case("msprobe", (*BEFORE, *AFTER)),
-    Case("simulator", (*BEFORE, *AFTER)),
-    Case("profiler", (*BEFORE, *AFTER)),
-    Case("helpers", (*BEFORE, *AFTER)),
-    Case("keeper", BEFORE),
-    Case("keeper", AFTER, ("FSDPParamGroup.wait_for_unshard by support.patchers.keeper",)),
+    Case("veomni", (THEY_FIRST, *AFTER)),
+    Case("veomni", (THEY_INSIDE,), (BACK.format("FSDPParamGroup.wait_for_unshard"),)),
+    Case("msprobe", (THEY_FIRST, *AFTER)),
+    Case("msprobe", (THEY_INSIDE,), (BACK.format(
+        "_fsdp_param_group.foreach_reduce, _fsdp_collectives.foreach_reduce"),)),
+    Case("simulator", (THEY_FIRST, *AFTER)),
+    Case("simulator", (THEY_INSIDE,), (BACK.format(
+        "FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard"),)),
+    Case("profiler", (THEY_FIRST, *AFTER)),
+    Case("profiler", (THEY_INSIDE,), (BACK.format(
+        "FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard"),)),
+    Case("helpers", (THEY_FIRST, *AFTER)),
+    Case("helpers", (THEY_INSIDE,), (BACK.format(
+        "FSDPParamGroup.unshard, FSDPParamGroup.wait_for_unshard, "
+        "_fsdp_param_group.foreach_reduce"),)),
+    # Looks like a wrapper, so we go around it; after us it shows that it does not call ours.
+    Case("keeper", (THEY_FIRST,)),
+    Case("keeper", (THEY_INSIDE,), (BACK.format("FSDPParamGroup.wait_for_unshard"),)),
+    Case("keeper", AFTER, (
+        "somebody replaced FSDPParamGroup.wait_for_unshard by support.patchers.keeper.install",
+    ), works=False),
     Case("tracker", (*BEFORE, *AFTER)),
 ]  # fmt: skip
 
@@ -119,9 +153,8 @@ def life(project: str, order: tuple[str, ...]) -> dict[str, Any]:
             if both:
                 counters = sys.modules["fsdp_skip1.counters"].counters
                 skipped, calls = counters.all_gathers, patcher.calls
-            new = altered.small_model()
-            losses += [altered.train_more(live, 2), altered.train_more(new, 2)]
-            losses += [altered.train(steps=2, reshard_after_forward=False)]
+            new = altered.small_model(reshard_after_forward=event.startswith("-"))
+            losses += [altered.train_more(live, 1), altered.train_more(new, 2)]
             if both:
                 skipped = counters.all_gathers - skipped
                 calls = patcher.calls - calls
@@ -160,7 +193,7 @@ def traces(group: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def stock_losses():
-    warmup.load()
+    altered.prepare()
     return run_ranks(lambda rank: life("", ("", "", "", "", "")), 1)[0]["losses"]
 
 
@@ -175,15 +208,12 @@ def stock_losses():
 def test_beside(case: Case, order: tuple[str, ...], stock_losses) -> None:
     (found,) = run_ranks(lambda rank: life(case.project, order), 1)
     assert found["losses"] == stock_losses
-    refused = bool(case.says) and order in BEFORE
-    assert found["answers"] == [not refused]
-    if case.says:
-        assert len(found["heard"]) == 1, found["heard"]
-        for words in case.says:
-            assert words in found["heard"][0], found["heard"]
-    else:
-        assert found["heard"] == []
-        assert found["skipped"] > 10
+    assert found["answers"] == [case.works or order not in BEFORE]
+    assert len(found["heard"]) == (1 if case.says else 0), found["heard"]
+    for words in case.says:
+        assert words in found["heard"][0], found["heard"]
+    if case.works:
+        assert found["skipped"] >= 5
     assert found["different"] == []
     assert found["left"] == []
     assert found["of groups"] == []

@@ -5,14 +5,15 @@ from functools import partial
 
 import pytest
 import torch
-from support import models, shards
-from support.arms import Run, Scenario, param_groups
-from support.results import arm_tests
-from support.steps import adamw, backward, forward, sgd, tokens, train, update
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint as checkpoint_function
+
+from support import models, shards
+from support.arms import Run, Scenario, param_groups
+from support.results import arm_tests
+from support.steps import adamw, backward, forward, sgd, tokens, train, update
 
 pytestmark = pytest.mark.scenario
 

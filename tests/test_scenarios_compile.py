@@ -7,11 +7,12 @@ import contextlib
 
 import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
 from support import models, shards, warmup
 from support.arms import Run, Scenario
 from support.results import arm_tests
 from support.steps import backward, forward, sgd, update
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 pytestmark = pytest.mark.scenario
 

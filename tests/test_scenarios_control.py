@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
 from support import models, shards
-from support.arms import Run, Scenario, param_groups
+from support.arms import Run, Scenario
 from support.results import arm_tests
 from support.steps import backward, forward, sgd, train, update
-from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 pytestmark = pytest.mark.scenario
 

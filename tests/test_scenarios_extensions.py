@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
 from support import shards
 from support.arms import Run, Scenario
 from support.extensions import (
@@ -15,8 +18,6 @@ from support.extensions import (
 )
 from support.results import arm_tests
 from support.steps import backward, forward, sgd, train, update
-from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 pytestmark = pytest.mark.scenario
 

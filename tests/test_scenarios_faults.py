@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
 from support import features, models, shards
 from support.arms import PLAIN, Run, Scenario, average_gradients
 from support.results import arm_tests
 from support.steps import backward, forward, loss_of, sgd, update
-from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 pytestmark = pytest.mark.scenario
 

@@ -2,10 +2,6 @@
 
 import pytest
 import torch
-from support import models, shards
-from support.arms import Run, Scenario
-from support.results import arm_tests
-from support.steps import sgd, tokens, train
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -15,6 +11,11 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+
+from support import models, shards
+from support.arms import Run, Scenario
+from support.results import arm_tests
+from support.steps import sgd, tokens, train
 
 pytestmark = pytest.mark.scenario
 
@@ -268,7 +269,7 @@ def test_scenario(scenario: Scenario, arm: str, ledger) -> None:
     [s.name for s in SCENARIOS if s.size_one is None],
 )
 def test_only_the_larger_groups_communicate(name: str, ledger) -> None:
-    """One module, groups of both kinds: the collectives of the sharded ones are all that is left."""
+    """Groups of both kinds in one module: only those of the sharded ones communicate."""
     scenario = next(s for s in SCENARIOS if s.name == name)
     from support.features import missing
 

@@ -5,11 +5,12 @@ import logging
 
 import pytest
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
 from support import models, shards
 from support.arms import Run, Scenario, param_groups
 from support.results import arm_tests
 from support.steps import backward, forward, loss_of, sgd, update
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 pytestmark = pytest.mark.scenario
 

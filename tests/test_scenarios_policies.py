@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
 from support import models, shards
 from support.arms import Run, Scenario
 from support.results import arm_tests
 from support.steps import sgd, tokens, train
-from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 pytestmark = pytest.mark.scenario
 

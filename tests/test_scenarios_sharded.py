@@ -5,14 +5,15 @@ Values, layouts, operators and collectives are those of stock torch, one for one
 
 import pytest
 import torch
-from support import models, shards
-from support.arms import Run, Scenario
-from support.results import arm_tests
-from support.steps import backward, forward, sgd, tokens, train, update
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from support import models, shards
+from support.arms import Run, Scenario
+from support.results import arm_tests
+from support.steps import backward, forward, sgd, tokens, train, update
 
 pytestmark = pytest.mark.scenario
 

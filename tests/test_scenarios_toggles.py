@@ -4,11 +4,12 @@ import threading
 
 import pytest
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+
 from support import shards
 from support.arms import Run, Scenario, param_groups
 from support.results import arm_tests
 from support.steps import backward, forward, sgd, update
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
 pytestmark = pytest.mark.scenario
 
@@ -131,7 +132,9 @@ def in_backward_hook(run: Run) -> None:
         run.toggle(on[0])
 
     for block in run.module.blocks:
-        block.up.register_forward_hook(lambda module, args, output: output.register_hook(flip) and None)
+        block.up.register_forward_hook(
+            lambda module, args, output: output.register_hook(flip) and None
+        )
     for step in range(3):
         step_once(run, step)
 

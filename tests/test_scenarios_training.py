@@ -4,12 +4,13 @@ import contextlib
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
 from support import models, shards
 from support.arms import Run, Scenario, local
 from support.results import arm_tests
 from support.steps import adamw, backward, forward, loss_of, sgd, tokens, train, update
-from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 pytestmark = pytest.mark.scenario
 
@@ -367,8 +368,8 @@ SCENARIOS = [
     Scenario(name="all-reduce hook, hsdp", shard=all_reduce_hook, world=2, replicas=2,
              steps=train(after_backward=halve), needs=("FSDPModule.set_all_reduce_hook",)),
     # Optimizers
-    Scenario(name="clip_grad_norm_", shard=shards.blocks(1), steps=train(after_backward=clipped(None)),
-             like_plain=False),
+    Scenario(name="clip_grad_norm_", shard=shards.blocks(1), like_plain=False,
+             steps=train(after_backward=clipped(None))),
     Scenario(name="clip_grad_norm_, one by one", shard=shards.blocks(1),
              steps=train(after_backward=clipped(False)), like_plain=False),
     Scenario(name="clip_grad_norm_, hsdp", shard=shards.blocks(2, 1), world=2, replicas=2,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import altered, warmup
+from support import altered
 from support.altered import Alteration, Heard, find, renamed, replaced, transformed
 from support.ranks import Rank, run_ranks
 
@@ -17,10 +17,12 @@ COLLECTIVES, COMMON = "_fsdp_collectives", "_fsdp_common"
 
 
 def parameter_added(where: str, function: str, parameter: str) -> altered.Edit:
-    """Before the signature's closing bracket, on one line or several."""
-    return replaced(
-        where, rf"(def {function}\((?:[^()]|\([^()]*\))*?),?\s*\)( ->|:)", rf"\1, {parameter})\2"
-    )
+    def add(tree: ast.Module) -> None:
+        arguments = find(tree, ast.FunctionDef, function).args
+        arguments.args.append(ast.arg(parameter))
+        arguments.defaults.append(ast.Constant(None))
+
+    return transformed(where, add)
 
 
 def _another_field(tree: ast.Module) -> None:
@@ -110,9 +112,9 @@ NOT_UNDERSTOOD = [
                says=("no init_unsharded_param in FSDPParam", "FSDPParam.init_unsharded_param")),
     Alteration("hook renamed", (renamed("_root_pre_forward", "_root_forward_pre"),),
                says=("no _root_pre_forward", "FSDPState._root_pre_forward")),
-    Alteration("parameter added", (parameter_added(GROUP, "unshard", "priority: int = 0"),),
+    Alteration("parameter added", (parameter_added(GROUP, "unshard", "priority"),),
                says=("unshard(self, async_op, priority)", "unshard(self, async_op)")),
-    Alteration("parameter added to wait", (parameter_added(GROUP, "wait_for_unshard", "stream=None"),),
+    Alteration("parameter added to wait", (parameter_added(GROUP, "wait_for_unshard", "stream"),),
                says=("wait_for_unshard(self, stream)", "wait_for_unshard(self)")),
     Alteration("parameter renamed", (
         replaced(GROUP, r"(def unshard\(self, )async_op", r"\1in_background"),
@@ -120,7 +122,7 @@ NOT_UNDERSTOOD = [
                  lambda found: re.sub(r"\basync_op\b", "in_background", found[0])),
     ), says=("unshard(self, in_background)", "unshard(self, async_op)")),
     Alteration("parameter of a parameter's method added",
-               (parameter_added(PARAM, "alloc_all_gather_outputs", "pool=None"),),
+               (parameter_added(PARAM, "alloc_all_gather_outputs", "pool"),),
                says=("alloc_all_gather_outputs(self, pool)", "alloc_all_gather_outputs(self)")),
     Alteration("property as a method", _property_as_method("is_unsharded"),
                says=("no property is_unsharded", "FSDPParamGroup.is_unsharded")),
@@ -146,7 +148,7 @@ NOT_UNDERSTOOD = [
     Alteration("reduction renamed", (renamed("foreach_reduce", "reduce_gradients"),),
                says=("no foreach_reduce", "foreach_reduce")),
     Alteration("reduction with an unknown parameter",
-               (parameter_added(COLLECTIVES, "foreach_reduce", "compress: bool = False"),),
+               (parameter_added(COLLECTIVES, "foreach_reduce", "compress"),),
                says=("foreach_reduce with an unknown compress", "the parameters of torch 2.6")),
     Alteration("reduction without a parameter", (renamed("partial_reduce_output", "partial_sum"),),
                says=("foreach_reduce without partial_reduce_output", "with an unknown partial_sum")),
@@ -157,14 +159,14 @@ NOT_UNDERSTOOD = [
         transformed(COLLECTIVES, _another_result_unannotated), transformed(GROUP, _another_target),
     ), says=("in number", "by its annotation", "Event, Tensor")),
     Alteration("division with an unknown parameter", (
-        parameter_added(COLLECTIVES, "_get_gradient_divide_factors", "schedule: str = ''"),
+        parameter_added(COLLECTIVES, "_get_gradient_divide_factors", "schedule"),
     ), says=("_get_gradient_divide_factors with an unknown schedule",)),
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def stock_losses():
-    warmup.load()
+    altered.prepare()
     return run_ranks(lambda rank: altered.train(), 1)[0]
 
 

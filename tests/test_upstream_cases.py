@@ -6,12 +6,13 @@ CPU offload; and a mesh of replicas alone trains as DDP does.
 """
 
 import pytest
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
 from support import models, shards
 from support.arms import FSDP_ARMS, PLUGIN_ARMS, Run, Scenario
 from support.features import missing
 from support.steps import adamw, backward, forward, sgd, tokens, train, update
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 pytestmark = pytest.mark.scenario
 

@@ -159,10 +159,9 @@ def _judge(found: Diagnosis, problem: str | None) -> tuple[int, str]:
 def _faults(step: dict[str, Any]) -> list[str]:
     if "problem" in step:
         return [step["problem"]]
-    on = step.get("on")
-    if on is None:
-        return ["the plugin was not on"]
-    left = [f"{number} {kind.replace('_', '-')} left" for kind, number in on.items() if number]
+    left = [
+        f"{number} {kind.replace('_', '-')} left" for kind, number in step["on"].items() if number
+    ]
     if not (step["bit_equal_to_stock"] or step["bit_equal_to_plain"]):
         left.append("losses, gradients or parameters differ")
     return left
@@ -176,17 +175,11 @@ def _step_text(step: dict[str, Any]) -> str:
     kinds = list(step["off"])
     rows = [["beyond the plain module", *(kind.replace("_", "-") for kind in kinds)]]
     for arm, name in (("off", "stock FSDP2"), ("on", "with fsdp_skip1")):
-        if arm in step:
-            rows.append([name, *(str(step[arm][kind]) for kind in kinds)])
-    lines = [title, "", *aligned(rows, right=range(1, len(kinds) + 1))]
-    if "on" in step:
-        same = step["bit_equal_to_stock"]
-        lines += [
-            "",
-            f"Loss, gradients and new weights: {'bit-equal to stock' if same else 'DIFFER'}",
-            str(Stats(**step["stats"])),
-        ]
-    return "\n".join(lines)
+        rows.append([name, *(str(step[arm][kind]) for kind in kinds)])
+    table = aligned(rows, right=range(1, len(kinds) + 1))
+    same = "bit-equal to stock" if step["bit_equal_to_stock"] else "DIFFER"
+    numbers = f"Loss, gradients and new weights: {same}"
+    return "\n".join([title, "", *table, "", numbers, str(Stats(**step["stats"]))])
 
 
 def _autoload(seen: bool) -> str:

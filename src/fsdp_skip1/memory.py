@@ -57,11 +57,15 @@ def make_private(fsdp_param: Any, *, filled: bool) -> None:
     ``filled``: with the parameter's data (the group is unsharded); else with empty storage
     (resharded). Does nothing for a parameter that already has its own.
     """
-    if not is_shared(fsdp_param):
+    unsharded = getattr(fsdp_param, "_unsharded_param", None)
+    if unsharded is None:
         return
     data = fsdp_param._sharded_param_data
+    # A buffer that the parameter does not look at is torch's, which did not know of the sharing.
+    if fsdp_param.all_gather_outputs and not _same_storage(_local(unsharded), data):
+        return
     with torch.inference_mode(False), torch.no_grad():
-        local = _local(fsdp_param._unsharded_param)
+        local = _local(unsharded)
         buffer = torch.empty(fsdp_param._orig_size.numel(), dtype=local.dtype, device=local.device)
         if filled:
             buffer.copy_(data.view(-1))
@@ -120,6 +124,13 @@ def _point_at(fsdp_param: Any, flat: torch.Tensor) -> None:
     _local(fsdp_param._unsharded_param).data = flat.as_strided(
         fsdp_param._orig_size, fsdp_param._contiguous_orig_stride, flat.storage_offset()
     )
+
+
+def _same_storage(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if type(right) is not torch.Tensor:  # a subclass lends no memory
+        return False
+    same: bool = left.untyped_storage()._cdata == right.untyped_storage()._cdata
+    return same
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:

@@ -75,13 +75,19 @@ def is_torchs(function: Any) -> bool:
 
 
 def is_untouched(value: Any) -> bool:
-    """Whether a function, class or property is torch's own, with nothing around it."""
+    """Whether a function, class or property is torch's own, and all that it wraps is, too."""
     if type(value) is property:
         value = value.fget
     if issubclass(type(value), type):
         module = _stored(value).get("__module__")
         return type(module) is str and module.startswith("torch.")
-    return is_torchs(value)
+    for _ in range(_VALUES):
+        if not is_torchs(value):
+            return False
+        value = _stored(value).get("__wrapped__")
+        if value is None:
+            return True
+    return False
 
 
 def walk(start: Any, owner: Any = None) -> Iterator[Any]:
@@ -105,25 +111,26 @@ def walk(start: Any, owner: Any = None) -> Iterator[Any]:
 
 def describe(value: Any) -> str:
     """Who a callable belongs to, for a message: where its code is, whatever its name says."""
-    for _ in range(8):  # through what has no code of its own
-        holder = _holder(type(value))
-        if holder is None:
+    found = value
+    for found in walk(value):
+        # Past what has no code of its own, and past decorators of torch's around others' code.
+        if _holder(type(found)) is None and not is_torchs(found):
             break
-        value = _safely(getattr, value, holder)
-    if issubclass(type(value), _PROXY):
-        value = _safely(object.__getattribute__, value, "_self_wrapper") or value
-    if type(value) is types.FunctionType:
-        code = value.__code__
+    else:
+        found = next((f for f in walk(value) if type(f) is types.FunctionType), value)
+    if issubclass(type(found), _PROXY):
+        found = _safely(object.__getattribute__, found, "_self_wrapper") or found
+    if type(found) is types.FunctionType:
+        code = found.__code__
         name = getattr(code, "co_qualname", code.co_name)  # Python 3.11+
         place = f"{Path(code.co_filename).name}:{code.co_firstlineno}"
-        module = value.__globals__.get("__name__")
-        if str(module).startswith("torch.") and not is_torchs(value):
-            return f"code of {name} ({place}) put into {module}.{value.__qualname__}"
+        module = found.__globals__.get("__name__")
+        if str(module).startswith("torch.") and not is_torchs(found):
+            return f"code of {name} ({place}) put into {module}.{found.__qualname__}"
         return f"{module}.{name} ({place})"
-    if issubclass(type(value), type):
-        return f"{type.__getattribute__(value, '__module__')}.{value.__qualname__}"
-    cls = type(value)
-    return f"an object of class {cls.__module__}.{cls.__qualname__}"
+    cls = found if issubclass(type(found), type) else type(found)
+    name = ".".join(str(type.__getattribute__(cls, part)) for part in ("__module__", "__qualname__"))
+    return name if cls is found else f"an object of class {name}"
 
 
 def _within(value: Any, owner: Any) -> Iterator[Any]:

@@ -50,6 +50,8 @@ _points: list[PatchPoint] = []
 _places: dict[tuple[int, str], PatchPoint] = {}
 # Our wrapper of ``wait_for_unshard``, by the class that it is on.
 _waits: dict[type, Any] = {}
+# Classes with a method whose code somebody has replaced under our wrapper.
+_swapped: set[type] = set()
 # What was found in place of ours, and reported.
 _judged: dict[PatchPoint, Any] = {}
 # Held by whoever adds or removes points.
@@ -161,6 +163,7 @@ def _install(fsdp2: Fsdp2, zero_copy: bool) -> None:
     _waits.clear()
     _waits.update({point.owner: point.installed for point in _points if point.name == _WAIT})
     _judged.clear()
+    _swapped.clear()
     counters.reset()
     _options["zero_copy"] = zero_copy
     _reducer = (
@@ -266,7 +269,9 @@ def _root_pre_forward(point: PatchPoint) -> Wrapping:
         unsharder = _unsharder
         if unsharder is None:
             return _pass_through(point, wrapped, state, args, kwargs)
-        _look_again()
+        if state._is_root is not False and not torch.compiler.is_compiling():
+            _look_again()
+            _look_for_reload(unsharder)
         event = state._state_ctx.post_optim_event
         result = wrapped(*args, **kwargs)
         if event is not None and state._state_ctx.post_optim_event is None:
@@ -323,10 +328,13 @@ def _while_on(wrapper: Wrapping) -> Callable[[PatchPoint], Wrapping]:
 # -- other patchers ----------------------------------------------------------------------------
 
 
-def _on_adopt(_: Any, plan: GroupPlan) -> str | None:
+def _on_adopt(group: Any, plan: GroupPlan) -> str | None:
     """Say so when a group is left to torch for a reason that nobody asked for."""
     if plan.unexpected:
         warn_once("unexpected-group", f"fsdp_skip1 leaves a group to torch: {plan.left_to_torch}.")
+    _look_again()
+    if not _swapped.isdisjoint(type(group).__mro__):
+        return "somebody replaced the code of its methods"
     return None
 
 
@@ -341,6 +349,8 @@ def _may_begin(unsharder: Unsharder, group: Any) -> bool:
 
     See [Note: other patchers].
     """
+    if not _swapped.isdisjoint(type(group).__mro__):
+        return False
     method = _method_of(group, _WAIT)
     if is_ours(method):  # put back by somebody who had kept it
         return True
@@ -361,28 +371,66 @@ def _method_of(group: Any, name: str) -> Any:
 
 
 def _look_again() -> None:
-    """Report what no longer leads to ours; said once for each thing found there."""
+    """Find out what no longer leads to ours, or to torch's own code; told once for each."""
     lost = {}
     for point in tuple(_points):
         if point.name in _ESSENTIAL:
-            current = point.current
-            if current is not point.installed and _judged.get(point) is not current:
-                _judged[point] = current
-                if not point.holds():
-                    lost[str(point)] = current
+            found: Any = point.swapped()
+            if found is not None:
+                _set_aside(point)
+            elif point.current is not point.installed:
+                found = point.current
+            if found is not None and _judged.get(point) is not found:
+                again = point in _judged
+                _judged[point] = found
+                if found is not point.current or not point.holds():
+                    if again:
+                        log("info", "%s is now %s", point, others.describe(found))
+                    else:
+                        lost[str(point)] = found
     if lost:
         _report(lost)
 
 
+def _set_aside(point: PatchPoint) -> None:
+    """Ours stands around a function whose code is somebody else's now: let that run."""
+    global _reducer
+    if isinstance(point.owner, type):
+        _swapped.add(point.owner)
+        _waits.pop(point.owner, None)
+    elif _reducer is not None:
+        reducer, _reducer = _reducer, None
+        reducer.stop()
+
+
 def _report(lost: dict[str, Any]) -> None:
-    words = [f"{name} by {others.describe(found)}" for name, found in lost.items()]
-    back = all(others.is_untouched(found) for found in lost.values())
+    back = [name for name, found in lost.items() if others.is_untouched(found)]
+    words = [f"{name} by {others.describe(f)}" for name, f in lost.items() if name not in back]
+    parts = [f"replaced {', '.join(words)}"] if words else []
+    parts += [f"put torch's own {', '.join(back)} back"] if back else []
     warn_once(
-        f"replaced:{words}",
-        f"fsdp_skip1 was switched on, and then somebody replaced {', '.join(words)}. What goes "
-        "through there is left to that code."
-        + (" Call fsdp_skip1.enable() again to have it back." if back else ""),
+        f"replaced:{parts}",
+        f"fsdp_skip1 was switched on, and then somebody {' and '.join(parts)}. What goes through "
+        f"there is left to that code.{' To have it back, call fsdp_skip1.enable().' if back else ''}",
     )
+
+
+def _look_for_reload(unsharder: Unsharder) -> None:
+    """Patch a second ``FSDPParamGroup``, made by a reload, from which new groups may be built."""
+    fsdp2 = unsharder.fsdp2
+    if vars(fsdp2.group_module).get("FSDPParamGroup") in fsdp2.group_classes:
+        return
+    if _changing.acquire(blocking=False):
+        try:
+            if _unsharder is unsharder:
+                log("info", "%s was reloaded", fsdp2.group_module.__name__)
+                counted = counters.as_dict()
+                remove()
+                install(zero_copy=_options["zero_copy"])
+                for name, value in counted.items():
+                    setattr(counters, name, value)
+        finally:
+            _changing.release()
 
 
 def _pass_through(

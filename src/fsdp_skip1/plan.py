@@ -38,6 +38,7 @@ class ParamPlan:
     reason: str
     # The private buffer from before is still in use by a graph: look again at the next unshard.
     provisional: bool = False
+    moves: bool = False  # across to the device first
 
 
 class Reduction(enum.Enum):
@@ -133,7 +134,7 @@ def plan_group(fsdp2: Fsdp2, group: Any, *, zero_copy: bool) -> GroupPlan:
             replicas,
             (),
             left_to_torch=f"the shard mesh has size {shard_size}",
-            way_out="none needed: parameters really are sharded here",
+            way_out="none needed, parameters really are sharded here",
         )
     reason = special_case(group.fsdp_params)
     if reason is not None:
@@ -267,13 +268,13 @@ def plan_param(fsdp_param: Any, zero_copy: bool) -> ParamPlan:
     """Decide how one ``FSDPParam`` is unsharded."""
     data = fsdp_param._sharded_param_data
     if hasattr(fsdp_param.sharded_param._local_tensor, "fsdp_pre_all_gather"):
-        return ParamPlan(How.EXTENSION, f"{type(data).__name__} brings its own all-gather hooks")
+        reason = f"{type(data).__name__} brings its own all-gather hooks"
+        return ParamPlan(How.EXTENSION, reason, moves=offloaded(fsdp_param))
     if data.device.type == "meta":
         return ParamPlan(How.COPY, "still on the meta device")
     if offloaded(fsdp_param):
-        return ParamPlan(
-            How.TRANSFER, f"offloaded to {data.device}, computed on {fsdp_param.device}"
-        )
+        reason = f"offloaded to {data.device}, computed on {fsdp_param.device}"
+        return ParamPlan(How.TRANSFER, reason, moves=True)
     dtype = unsharded_dtype(fsdp_param)
     if dtype != data.dtype:
         return ParamPlan(How.CAST, f"kept in {short(data.dtype)}, computed in {short(dtype)}")

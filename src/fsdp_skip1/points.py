@@ -102,13 +102,14 @@ class PatchPoint:
         installed: our wrapper around it.
     """
 
-    __slots__ = ("_inherited", "_make", "_seen", "installed", "name", "original", "owner")
+    __slots__ = ("_code", "_inherited", "_make", "_seen", "installed", "name", "original", "owner")
 
     def __init__(self, owner: Any, name: str, make: Callable[[PatchPoint], Wrapping]) -> None:
         self.owner = owner
         self.name = name
         self._make = make
         self._inherited = False
+        self._code: tuple[Any, Any] = (None, None)
         self._seen: Any = None  # the last thing found here that leads to ours
         self.original: Any = None
         self.installed: Any = None
@@ -134,6 +135,8 @@ class PatchPoint:
             return
         self._inherited = self.name not in vars(self.owner)
         self.original = without_ours(self.current)
+        function = others.leads_to_torch(self.original, self.name, self.owner)
+        self._code = function, getattr(function, "__code__", None)
         for twin in twins:
             if twin.name == self.name and twin.original is self.original:
                 self.installed = twin.installed
@@ -170,6 +173,11 @@ class PatchPoint:
             self._seen = current
             return True
         return False
+
+    def swapped(self) -> Any:
+        """torch's function, if somebody has replaced its code since; else None."""
+        function, code = self._code
+        return None if function is None or function.__code__ is code else function
 
     def bypassed(self) -> Any:
         """Somebody else's wrapper that ours went around, or None."""

@@ -1,4 +1,4 @@
-"""What `fsdp-skip1 doctor` runs in a process of its own: one step, with the plugin and without.
+"""What `fsdp-skip1 doctor` runs in a process of its own: a step with the plugin and one without.
 
 A line of JSON for each thing found, so that what was found before a crash is not lost.
 """
@@ -55,6 +55,8 @@ def main(arguments: Sequence[str], autoloaded: bool) -> None:
     except ImportError as error:
         _say(problem=f"torch.distributed.fsdp cannot be imported: {error}")
     _say(status={**fsdp_skip1.status().to_dict(), "text": str(fsdp_skip1.status())})
+    if not fsdp_skip1.is_enabled():
+        return
     devices = list(arguments)
     if devices == ["any"]:
         devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -111,14 +113,12 @@ def _compare(device: str) -> dict[str, Any]:
     with fsdp_skip1.disabled():
         plain, _, plain_result = _step(device, shard=False)
         off, _, off_result = _step(device, shard=True)
-    found = {"device": device, "off": _beyond(off, plain)}
-    if not fsdp_skip1.is_enabled():
-        return found
     on, explanation, on_result = _step(device, shard=True)
     same = all(torch.equal(a, b) for a, b in zip(on_result, off_result))
     exact = all(torch.equal(a, b) for a, b in zip(on_result, plain_result))
     return {
-        **found,
+        "device": device,
+        "off": _beyond(off, plain),
         "on": _beyond(on, plain),
         "bit_equal_to_stock": same,
         "bit_equal_to_plain": exact,

@@ -25,7 +25,9 @@ import torch
 from fsdp_skip1 import others
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+
+    from fsdp_skip1.transfer import Staged
 
 PACKAGE = "torch.distributed.fsdp._fully_shard"
 
@@ -230,6 +232,7 @@ class Fsdp2:
     forward: Any  # TrainingState members
     pre_backward: Any
     mesh_info: Any  # the module that defines FSDPMeshInfo and, from 2.10, DDPMeshInfo
+    traceable: bool  # 2.6 - 2.11: torch.compile may trace into FSDP2 itself
     compiled_autograd_enabled: Callable[[], bool]
     divide_factors: Callable[..., Any]
     divide_factor_names: tuple[str, ...]
@@ -247,16 +250,23 @@ class Fsdp2:
 
     def skips_hooks(self) -> bool:
         """Whether FSDP2's hooks stay out of torch.compile's graphs; only 2.6 - 2.11 let you ask."""
+        if not self.traceable:
+            return True
         dynamo = sys.modules.get("torch._dynamo")
         config = getattr(dynamo, "config", None)
         return bool(getattr(config, "skip_fsdp_hooks", True))
 
-    def pending(self, group: Any, event: Any = None) -> Any:
-        """An ``AllGatherResult`` that says: unshard was called, ``event`` is all to wait for."""
+    def pending(self, group: Any, staged: Staged | None = None) -> Any:
+        """An ``AllGatherResult`` that says: unshard was called, ``staged`` is all to wait for.
+
+        torch drops it where nobody waits, and what is staged goes with it.
+        """
+        if staged is not None:
+            return self.result_type(staged, staged.event, None, [], [], [])
         placeholder = getattr(group, "_all_gather_output", None)
         if placeholder is None:
             placeholder = torch.empty(0, device=group.device)
-        return self.result_type(placeholder, event, None, [], [], [])
+        return self.result_type(placeholder, None, None, [], [], [])
 
     def release_all_gather_state(self, group: Any) -> None:
         """Let go of the previous group's all-gather output, as stock does in forward.
@@ -400,6 +410,7 @@ def read() -> Fsdp2:
         forward=_attribute(training_state, "FORWARD"),
         pre_backward=_attribute(training_state, "PRE_BACKWARD"),
         mesh_info=common,
+        traceable=hasattr(common, "compiled_autograd_enabled"),
         compiled_autograd_enabled=getattr(common, "compiled_autograd_enabled", lambda: False),
         divide_factors=divide,
         divide_factor_names=divide_names,
@@ -532,22 +543,23 @@ def _attributes_of(cls: type) -> frozenset[str]:
     names: set[str] = set()
     for base in cls.__mro__[:-1]:
         names.update(vars(base), vars(base).get("__annotations__", ()))
-        for name, value in vars(base).items():
-            function = others.leads_to_torch(value, name, base) or value
-            if isinstance(function, property):
-                function = function.fget
-            names.update(_stored_by(getattr(function, "__code__", None)))
+        for value in vars(base).values():
+            # Whatever others have put around a method, the one that sets attributes is below.
+            for function in others.walk(value, base):
+                if type(function) is types.FunctionType:
+                    names.update(_stored_by(function.__code__))
     _attributes_seen[cls] = values, frozenset(names)
     return _attributes_seen[cls][1]
 
 
-def _stored_by(code: Any) -> Iterator[str]:
-    if isinstance(code, types.CodeType):
-        for instruction in dis.get_instructions(code):
-            if instruction.opname == "STORE_ATTR":
-                yield instruction.argval
-        for constant in code.co_consts:
-            yield from _stored_by(constant)
+@functools.lru_cache(maxsize=1024)
+def _stored_by(code: types.CodeType) -> frozenset[str]:
+    """Names of the attributes that the code, or a function defined in it, assigns to."""
+    names = {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR"}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _stored_by(constant)
+    return frozenset(names)
 
 
 def _reduce_layout(modules: Iterable[Any]) -> tuple[ReduceLayout | None, str | None]:

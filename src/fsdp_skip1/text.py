@@ -25,11 +25,11 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def size(number: int) -> str:
     """Bytes in the unit that suits them."""
-    if abs(number) < 1024:
+    if abs(number) < 1000:
         return f"{number} B"
     amount = number / 1024
     for unit in ("KiB", "MiB", "GiB"):
-        if abs(amount) < 1024:
+        if abs(amount) < 1000:
             return f"{amount:.1f} {unit}"
         amount /= 1024
     return f"{amount:.1f} TiB"

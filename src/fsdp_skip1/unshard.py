@@ -22,9 +22,10 @@ from fsdp_skip1.counters import counters
 from fsdp_skip1.memory import is_shared, make_private, prepare_buffers, share
 from fsdp_skip1.plan import GroupPlan, How, plan_group, unsharded_dtype
 from fsdp_skip1.releases import functorch_active, preserve_versions
+from fsdp_skip1.transfer import Staged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from fsdp_skip1.releases import Fsdp2
 
@@ -51,7 +52,8 @@ class GroupState:
 
     Attributes:
         plan: the decision that is being carried out.
-        pending: the result object that stands for an unshard of ours nobody has waited for yet.
+        pending: the result object that stands for an unshard of ours nobody has waited for yet;
+            where something is on its way from the host, another one that holds a ``Staged``.
         basis: for each parameter what the plan was made for: the sharded storage's flat tensor
             and ``param_dtype``. Other objects there mean that the storage was swapped.
         settled: every parameter shares memory, so that nothing is left to do at an unshard.
@@ -61,6 +63,7 @@ class GroupState:
 
     __slots__ = (
         "basis",
+        "moving",
         "nbytes",
         "pending",
         "places",
@@ -68,8 +71,6 @@ class GroupState:
         "plan",
         "proof",
         "settled",
-        "started",
-        "transfers",
         "trials",
     )
 
@@ -79,8 +80,7 @@ class GroupState:
         self.basis: list[tuple[Any, torch.Tensor, torch.dtype | None]] = []  # not planned yet
         self.settled = False
         self.nbytes = 0
-        self.transfers = False  # offloaded, on a device with streams
-        self.started: Fill | None = None  # the transfer that ``unshard`` has queued
+        self.moving: list[Any] = []  # offloaded parameters: ``unshard`` transfers them
         self.places: Any = None  # where its parameters are registered, for the trims
         self.places_tried = False
         self.proof: Any = None
@@ -125,9 +125,7 @@ class Unsharder:
             return None
         with _lock:
             if not self._stopped:
-                if state.transfers:
-                    self._start_transfer(group, state)
-                group._all_gather_result = state.pending
+                group._all_gather_result = self._begin(group, state, *args, **kwargs)
                 return None
         return wrapped(*args, **kwargs)
 
@@ -141,7 +139,7 @@ class Unsharder:
             # Looked at under the lock: ``stop`` turns a pending unshard of ours into a real one.
             if group._all_gather_result is None:
                 return None
-            if group._all_gather_result is state.pending and not self._stopped:
+            if _is_pending(group, state) and not self._stopped:
                 self._switch(group, state)
                 return None
             self._hand_back(group)
@@ -174,16 +172,19 @@ class Unsharder:
         if state.settled and self._basis_holds(state):
             counters.shared += len(state.basis)
             return
-        started, state.started = state.started, None
+        staged = _staged(group)
         with _creating_parameters():
-            if started is not None:
-                transfer.wait(group, started.event)
-                if self._basis_holds(state):
-                    started.build()
-                    return
-            fill = self._plan_fill(group, state)
-            fill.copy()
-            fill.build()
+            if staged is None or not self._basis_holds(state):
+                staged = self._stage(group, state, in_order=True)
+            if staged is None:
+                self._fill(group, state, {})
+                return
+            current = torch.get_device_module(group.device).current_stream()
+            staged.wait(current)
+            try:
+                self._fill(group, state, staged.inputs)
+            finally:
+                staged.release(current)
 
     @staticmethod
     def _basis_holds(state: GroupState) -> bool:
@@ -194,19 +195,26 @@ class Unsharder:
                 return False
         return bool(state.basis)
 
-    def _start_transfer(self, group: Any, state: GroupState) -> None:
-        """Queue the copies of an offloaded group now, so that they overlap what comes before it."""
+    def _begin(self, group: Any, state: GroupState, async_op: bool = False) -> Any:
+        """The pending result of an unshard; what has to cross the bus is on its way by then."""
+        if not state.moving:
+            return state.pending
+        # As torch has it: implicit prefetching alone is not ordered behind the current stream.
+        implicit = group._training_state in (self.fsdp2.forward, self.fsdp2.pre_backward)
         with _creating_parameters():
-            fill = self._plan_fill(group, state)
-            fill.event = transfer.issue(group, fill.copy)
-        state.started = fill
-        state.pending = self.fsdp2.pending(group, fill.event)
+            staged = self._stage(group, state, in_order=async_op or not implicit)
+        return state.pending if staged is None else self.fsdp2.pending(group, staged)
 
-    def _plan_fill(self, group: Any, state: GroupState) -> Fill:
-        """Allocate what the group's parameters need and line up the copies, by the plan."""
+    def _stage(self, group: Any, state: GroupState, *, in_order: bool) -> Staged | None:
+        """Bring the plan up to date, and queue the transfers that it asks for."""
         self.fsdp2.renew_dtypes(group)
         if not self._basis_holds(state) or any(p.provisional for p in state.plan.params):
             self._replan(group, state)
+        return transfer.begin(group, state.moving, in_order=in_order) if state.moving else None
+
+    @staticmethod
+    def _fill(group: Any, state: GroupState, staged: dict[Any, list[torch.Tensor]]) -> None:
+        """Give each parameter its memory, by the plan."""
         fill = Fill()
         for fsdp_param, param_plan in zip(group.fsdp_params, state.plan.params):
             if param_plan.how is How.SHARE:
@@ -214,9 +222,11 @@ class Unsharder:
                     share(fsdp_param)
                 counters.shared += 1
             else:
-                fill.add(fsdp_param, param_plan.how)
+                fill.add(fsdp_param, param_plan.how, staged.get(fsdp_param))
                 counters.copied += 1
-        return fill
+        fill.copy()
+        fill.build()
+        state.settled = all(p.how is How.SHARE for p in state.plan.params)
 
     def _replan(self, group: Any, state: GroupState) -> None:
         state.plan = plan_group(self.fsdp2, group, zero_copy=self._zero_copy)
@@ -224,10 +234,8 @@ class Unsharder:
             (p, p._sharded_param_data, getattr(p, "param_dtype", None)) for p in group.fsdp_params
         ]
         state.nbytes = sum(d.numel() * d.element_size() for _, d, _ in state.basis)
-        state.settled = all(p.how is How.SHARE for p in state.plan.params)
-        state.transfers = transfer.has_streams(group.device) and any(
-            p.how is How.TRANSFER for p in state.plan.params
-        )
+        state.settled = False
+        state.moving = _moving(group, state.plan)
 
     # -- life of a group -------------------------------------------------------------------
 
@@ -245,9 +253,7 @@ class Unsharder:
                 plan = type(plan)(plan.shard_size, plan.replicas, (), left_to_torch=refusal)
             pending = None if plan.left_to_torch is not None else self.fsdp2.pending(group)
             state = GroupState(plan, pending)
-            state.transfers = transfer.has_streams(group.device) and any(
-                p.how is How.TRANSFER for p in plan.params
-            )
+            state.moving = _moving(group, plan)
             group.__dict__[ATTRIBUTE] = state
             _adopted.add(group)
             return state
@@ -258,8 +264,8 @@ class Unsharder:
             state = group.__dict__.get(ATTRIBUTE)
             if state is None:
                 return
-            if state.pending is not None and group._all_gather_result is state.pending:
-                self._forget_pending(group, state)
+            if _is_pending(group, state):
+                group._all_gather_result = None
             self._hand_back(group)
 
     def _hand_back(self, group: Any) -> None:
@@ -273,13 +279,6 @@ class Unsharder:
                 make_private(fsdp_param, filled=filled)
             state.settled = False
             state.basis = []  # autograd may hold on to the private buffer: look at it again
-
-    @staticmethod
-    def _forget_pending(group: Any, state: GroupState) -> None:
-        started, state.started = state.started, None
-        if started is not None:
-            transfer.wait(group, started.event)
-        group._all_gather_result = None
 
     def stop(self, unshard: Callable[[Any], Any]) -> None:
         """Restore every group that was adopted, and forget it.
@@ -297,70 +296,64 @@ class Unsharder:
                     self._hand_back(group)
                 finally:
                     del group.__dict__[ATTRIBUTE]
-                if state.pending is not None and group._all_gather_result is state.pending:
-                    self._forget_pending(group, state)
+                if _is_pending(group, state):
+                    group._all_gather_result = None
                     unshard(group)
             _adopted.clear()
+
+
+def _moving(group: Any, plan: GroupPlan) -> list[Any]:
+    return [p for p, param_plan in zip(group.fsdp_params, plan.params) if param_plan.moves]
+
+
+def _staged(group: Any) -> Staged | None:
+    output = group._all_gather_result.all_gather_output
+    return output if isinstance(output, Staged) else None
+
+
+def _is_pending(group: Any, state: GroupState) -> bool:
+    """Whether the group waits for the end of an unshard of ours."""
+    result = group._all_gather_result
+    return result is not None and (result is state.pending or _staged(group) is not None)
 
 
 class Fill:
     """The copies of one unshard, one multi-tensor call for each pair of dtypes and devices."""
 
-    __slots__ = ("_builds", "_copies", "_extensions", "_stagings", "event")
+    __slots__ = ("_builds", "_copies")
 
     def __init__(self) -> None:
         self._copies: _Pairs = {}
-        self._stagings: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._extensions: list[Any] = []
         self._builds: list[Any] = []
-        self.event: Any = None  # marks the end of the copies, where they were queued early
 
-    def add(self, fsdp_param: Any, how: How) -> None:
-        if how is How.EXTENSION:
-            self._extensions.append(fsdp_param)
-            self._builds.append(fsdp_param)
-            return
-        data = fsdp_param._sharded_param_data
-        source = data.view(-1) if type(data) is torch.Tensor else fsdp_param.all_gather_inputs[0]
-        dtype = unsharded_dtype(fsdp_param)
-        (buffer,) = prepare_buffers(fsdp_param, [data.numel()], [dtype])
-        if how is How.TRANSFER and source.dtype != dtype:
-            self._stagings.append((buffer, source))
-        else:
-            self._add(buffer, source)
-        if not hasattr(fsdp_param, "_unsharded_param"):
+    def add(self, fsdp_param: Any, how: How, inputs: Sequence[torch.Tensor] | None) -> None:
+        """Allocate a parameter's buffers; ``inputs`` fill them, if it was transferred."""
+        if inputs is None:
+            data = fsdp_param._sharded_param_data
+            plain = how is not How.EXTENSION and type(data) is torch.Tensor
+            inputs = [data.view(-1)] if plain else fsdp_param.all_gather_inputs  # calls a hook
+        extension = how is How.EXTENSION
+        dtypes = [t.dtype for t in inputs] if extension else [unsharded_dtype(fsdp_param)]
+        buffers = prepare_buffers(fsdp_param, [t.numel() for t in inputs], dtypes)
+        for buffer, source in zip(buffers, inputs):
+            targets, sources = self._copies.setdefault(
+                (buffer.dtype, source.dtype, source.device), ([], [])
+            )
+            targets.append(buffer)
+            sources.append(source)
+        if extension or not hasattr(fsdp_param, "_unsharded_param"):
             self._builds.append(fsdp_param)
 
     def copy(self) -> None:
         """Queue every copy on the current stream."""
-        for fsdp_param in self._extensions:
-            inputs = fsdp_param.all_gather_inputs  # calls the extension's hook
-            buffers = prepare_buffers(
-                fsdp_param, [t.numel() for t in inputs], [t.dtype for t in inputs]
-            )
-            for buffer, source in zip(buffers, inputs):
-                self._add(buffer, source)
-        # Cross the bus first and cast on the device: the other way round would cast on the host
-        # and keep it busy.
-        for buffer, source in self._stagings:
-            staged = torch.empty(source.numel(), dtype=source.dtype, device=buffer.device)
-            staged.copy_(source, non_blocking=True)
-            self._add(buffer, staged)
         for targets, sources in self._copies.values():
             with preserve_versions(targets):
-                torch._foreach_copy_(targets, sources, non_blocking=True)
-        self._copies.clear()
+                torch._foreach_copy_(targets, sources)
 
     def build(self) -> None:
         """Make the unsharded parameters, where there is none; an extension's from its data."""
         for fsdp_param in self._builds:
             fsdp_param.init_unsharded_param()
-
-    def _add(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        key = (target.dtype, source.dtype, source.device)
-        targets, sources = self._copies.setdefault(key, ([], []))
-        targets.append(target)
-        sources.append(source)
 
 
 _Pairs = dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]]

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from support import standins, warmup
+
 PARENT = "torch.distributed.fsdp"
 FSDP2 = f"{PARENT}._fully_shard"
 
@@ -84,6 +86,13 @@ def find(tree: ast.AST, kind: type, name: str) -> Any:
 # -- putting an altered copy in place ------------------------------------------------------------
 
 
+# What ``standins`` does to a module that is loaded already.
+_KEEPS_VERSIONS = """
+from support.standins import keeping_versions
+foreach_all_gather_copy_out = keeping_versions(foreach_all_gather_copy_out)
+"""
+
+
 class _Loader(importlib.machinery.SourceFileLoader):
     def __init__(self, alteration: Alteration, fullname: str, path: str):
         super().__init__(fullname, path)
@@ -92,6 +101,8 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname: str) -> types.CodeType:
         tail = Path(self.path).stem
         source = self._alteration.source(tail, self.get_data(self.path).decode())
+        if "def foreach_all_gather_copy_out(" in source and "_unsafe_preserve" not in source:
+            source += _KEEPS_VERSIONS
         return compile(source, self.path, "exec", dont_inherit=True)
 
 
@@ -186,6 +197,14 @@ class Heard:
 
     def __exit__(self, *_: Any) -> None:
         self._context.__exit__(None, None, None)
+
+
+def prepare() -> None:
+    """In the parent, before the first child: lazy imports, and what an old torch lacks on CPU."""
+    warmup.load()
+    standins.install_copy_out()
+    standins.install_events()
+    standins.install_average()
 
 
 # -- training -------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ REDUCE_SCATTERS = frozenset(
         "reduce_scatter",
         "reduce_scatter_tensor_coalesced",
         "reduce_scatter_tensor",
-        "reduce_scatter_tensor_coalesced",
     }
 )
 ALL_REDUCES = frozenset({"allreduce", "allreduce_coalesced", "all_reduce", "all_reduce_coalesced"})

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from support import warmup
+from support import standins, warmup
 from support.arms import PLAIN, PLUGIN, STOCK
 from support.faults import fault
 from support.features import RELEASE
@@ -117,6 +117,9 @@ class Trio:
 
     def __init__(self) -> None:
         warmup.load()
+        standins.install_copy_out()
+        standins.install_events()
+        standins.install_average()
         self._children: list[Child] = []
 
     def ask(self, request: Spec | Op) -> dict[str, Report]:
@@ -142,7 +145,6 @@ _PLAIN_FOLLOWS = frozenset(
 _CHANGES = frozenset("step write load swap to freeze".split())
 # Before 2.9 stock copies when an unshard is begun, not when it is waited for.
 _COPIES_AT_UNSHARD = RELEASE < (2, 9)
-_NO_REPLICAS_ON_GLOO = RELEASE < (2, 8)
 
 
 def plain_can_follow(spec: Spec) -> bool:
@@ -167,11 +169,10 @@ class Judge:
     def begin(self, spec: Spec) -> None:
         self.spec = spec
         self.history: list[Op] = []
-        self.stock_counts = not (spec.mesh == (1, 1) and _NO_REPLICAS_ON_GLOO)
+        self.stock_counts = True
         self.plain_counts = plain_can_follow(spec)
         self.over = False  # nothing is left to compare with
         self.failed = False
-        self.on, self.zero_copy = spec.on, spec.zero_copy
         self.dtype = spec.dtype
         self.used = False  # after the first forward or unshard
         self.rooted = False  # after the first forward of the root
@@ -240,6 +241,7 @@ class Judge:
         pending_graphs = self.last[PLAIN].facts["graphs"] or self.last[PLUGIN].facts["graphs"]
         if not self.stock_counts and (
             name not in _PLAIN_FOLLOWS
+            or arguments.get("action") == "off"
             or (name in _CHANGES and pending_graphs)
             or (name == "setter" and arguments.get("where", -1) != -1)
         ):
@@ -273,9 +275,9 @@ class Judge:
         return True
 
     def _plain_takes_over(self) -> bool:
-        """Stock is about to be wrong."""
+        """Stock is about to be wrong, and so would be the plugin while it is off."""
         graphs = self.last[PLAIN].facts["graphs"] or self.last[PLUGIN].facts["graphs"]
-        if not self.plain_counts or graphs:
+        if not self.plain_counts or graphs or self.last[PLUGIN].facts["may_be_off"]:
             return False
         self.stock_counts = False
         return True
@@ -286,10 +288,10 @@ class Judge:
     def _divides_wrongly(self, factor: float, forced: bool) -> bool:
         if factor == 1.0:
             return False
-        split = forced or "float16" in (
-            self.spec.reduce_dtype or self.spec.param_dtype or self.dtype,
-        )
-        return fault("divide factor applied twice" if split else "divide factor not applied")
+        # Which dtype a reduction runs in depends on the release.
+        dtypes = (self.spec.reduce_dtype, self.spec.param_dtype, self.dtype)
+        twice = forced or "float16" in dtypes
+        return fault("divide factor not applied") or (twice and fault("divide factor applied twice"))
 
     def _clear_the_way(self, operation: Op) -> bool:
         """Reshards before a parameter changes.
@@ -306,19 +308,14 @@ class Judge:
     def _in_danger(self) -> bool:
         facts = self.last[PLUGIN].facts
         early = facts["pending"] and _COPIES_AT_UNSHARD
-        return bool(early or (facts["unsharded"] and self.on and self.zero_copy))
+        return bool(early or (facts["unsharded"] and facts["may_share"]))
 
     def _follow(self, operation: Op) -> None:
         name, arguments = operation.name, operation.arguments
         graphs = self.last[PLAIN].facts["graphs"]
         if name not in _PLAIN_FOLLOWS or (name in _CHANGES and graphs):
             self.plain_counts = False
-        if name == "toggle":
-            self._toggled(arguments["action"])
-        elif name == "plant" and arguments.get("action") in ("on", "off", "copy"):
-            # At some moment to come: take the worst of both.
-            self.on = self.zero_copy = True
-        elif name == "to":
+        if name == "to":
             self.dtype = arguments["dtype"]
         elif name in ("forward", "unshard", "repeat"):
             self.used = True
@@ -339,9 +336,6 @@ class Judge:
                 self.plain_counts = False
         self._settle()
 
-    def _toggled(self, action: str) -> None:
-        self.on, self.zero_copy = action != "off", action == "on"
-
     def _settle(self) -> None:
         if not (self.stock_counts or self.plain_counts):
             self.over = True
@@ -350,7 +344,7 @@ class Judge:
 
     def _compare(self, reports: dict[str, Report], during: str) -> None:
         plain, stock, plugin = (reports[kind] for kind in _KINDS)
-        if self.stock_counts and _known_fault(stock.error):
+        if self.stock_counts and plugin.error != stock.error and _known_fault(stock.error):
             self.stock_counts = False
             self._settle()
             if self.over:

@@ -233,7 +233,7 @@ class Arm:
         elif kind == STOCK and "fsdp_skip1" in sys.modules:
             sys.modules["fsdp_skip1"].disable()
         self.collectives = _count_collectives()
-        self.on = self.switched = False
+        self.on = self.sharing = self.switched = False
         self.net: Any = None
         gc.collect()
         gc.freeze()
@@ -374,7 +374,12 @@ class Arm:
                 (fsdp_param.sharded_param.requires_grad, registered.requires_grad)
             )
         records["fsdp/other objects"] = Image.of(str((moved, replaced)))
-        report.facts |= {"unsharded": unsharded, "pending": pending}
+        report.facts |= {
+            "unsharded": unsharded,
+            "pending": pending,
+            "may_share": self.sharing or self.planted > 0,
+            "may_be_off": not self.on or self.planted > 0,
+        }
         if self.kind == PLUGIN:
             report.broken += self.__dict__.pop("waiting", [])
             if self.skip1.is_enabled() != self.on:
@@ -803,9 +808,9 @@ class Arm:
         if self.kind != PLUGIN:
             return
         self.switched = True  # torch's own code may have run in this operation, too
-        self.on = action != "off"
+        self.on, self.sharing = action != "off", action == "on"
         if self.on:
-            assert self.skip1.enable(zero_copy=action == "on")
+            assert self.skip1.enable(zero_copy=self.sharing)
         else:
             self.skip1.disable()
 

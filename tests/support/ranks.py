@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 _POLL_SECONDS = 0.004
@@ -42,22 +43,89 @@ class Rank:
 
 def run_ranks(body: Callable[[Rank], Any], world: int, timeout: float = 60.0) -> list[Any]:
     """Runs ``body`` in ``world`` forked ranks under gloo; returns their (picklable) results."""
-    directory = Path(tempfile.mkdtemp(prefix="ranks-"))
-    pids: dict[int, int] = {}
-    try:
+    return Launch(body, world, timeout).results()
+
+
+class Launch:
+    """Ranks on their way. Several launches may be in flight; each is waited for on its own."""
+
+    def __init__(self, body: Callable[[Rank], Any], world: int, timeout: float = 60.0):
+        self.world = world
+        self._timeout = timeout
+        self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._start = time.monotonic()
+        self._pids: dict[int, int] = {}
+        self._ends: dict[int, str] = {}
         for rank in range(world):
             sys.stdout.flush()
             sys.stderr.flush()
             pid = os.fork()
             if pid == 0:
-                _child(body, rank, world, directory)  # never returns
-            pids[rank] = pid
-        ends = _wait(pids, directory, timeout)
-        return _collect(ends, world, directory, timeout)
-    finally:
-        for pid in pids.values():
-            _kill(pid)
-        shutil.rmtree(directory, ignore_errors=True)
+                _child(body, rank, world, self._directory)  # never returns
+            self._pids[rank] = pid
+
+    def results(self) -> list[Any]:
+        """Waits for all ranks, and leaves nothing of them behind."""
+        try:
+            self._wait()
+            if any(self._ends.values()):
+                raise RankError(self._report())
+            return [
+                pickle.loads((self._directory / f"{rank}.result").read_bytes())
+                for rank in range(self.world)
+            ]
+        finally:
+            self.abandon()
+
+    def done(self) -> bool:
+        """Whether all ranks have ended; never waits."""
+        self._look()
+        return len(self._ends) == self.world
+
+    def abandon(self) -> None:
+        for rank, pid in self._pids.items():
+            if rank not in self._ends:
+                _kill(pid)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _look(self) -> None:
+        for rank, pid in self._pids.items():
+            if rank not in self._ends:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    self._ends[rank] = _describe(status)
+
+    def _wait(self) -> None:
+        deadline = self._start + self._timeout
+        failed = False
+        while not self.done():
+            if not failed and any(self._ends.values()):
+                failed = True
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+            if time.monotonic() > deadline:
+                for rank, pid in self._pids.items():
+                    if rank not in self._ends:
+                        _dump_and_kill(pid)
+                        self._ends[rank] = (
+                            "killed after another rank failed"
+                            if failed
+                            else f"hung for {self._timeout:g} s"
+                        )
+                return
+            time.sleep(_POLL_SECONDS)
+
+    def _report(self) -> str:
+        lines = []
+        for rank in range(self.world):
+            lines.append(f"--- rank {rank} of {self.world}: {self._ends[rank] or 'finished'}")
+            for suffix in ("error", "stack", "log"):
+                path = self._directory / f"{rank}.{suffix}"
+                text = path.read_text(errors="replace").strip() if path.exists() else ""
+                if suffix == "log":
+                    text = "\n".join(x for x in text.splitlines() if "[Gloo] Rank" not in x)[-3000:]
+                if text:
+                    lines.append(f"[{suffix}]\n{text}")
+        return "\n".join(lines)
 
 
 def _child(body: Callable[[Rank], Any], rank: int, world: int, directory: Path) -> None:
@@ -67,6 +135,9 @@ def _child(body: Callable[[Rank], Any], rank: int, world: int, directory: Path) 
         stack = open(directory / f"{rank}.stack", "w")  # noqa: SIM115 - lives as long as the rank
         faulthandler.enable(file=stack, all_threads=True)
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+        # A fork leaves torch's thread pool to be replaced by whoever asks for it first; autograd's
+        # threads, which all ask at once, trip over one another.
+        torch.set_num_threads(1)
         if world == 1:
             store: dist.Store = dist.HashStore()
         else:
@@ -100,33 +171,6 @@ def _write(path: Path, value: Any) -> None:
     scratch.rename(path)
 
 
-def _wait(pids: dict[int, int], directory: Path, timeout: float) -> dict[int, str]:
-    """Waits for all ranks; ends maps a rank to how it ended (empty when well)."""
-    ends: dict[int, str] = {}
-    deadline = time.monotonic() + timeout
-    failed = False
-    while len(ends) < len(pids):
-        for rank, pid in pids.items():
-            if rank in ends:
-                continue
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if not done:
-                continue
-            ends[rank] = _describe(status)
-            if ends[rank] and not failed:
-                failed = True
-                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-        if time.monotonic() > deadline:
-            for rank, pid in pids.items():
-                if rank not in ends:
-                    why = "killed after another rank failed" if failed else "hung"
-                    _dump_and_kill(pid)
-                    ends[rank] = why
-            break
-        time.sleep(_POLL_SECONDS)
-    return ends
-
-
 def _describe(status: int) -> str:
     if os.WIFSIGNALED(status):
         return f"died of {signal.Signals(os.WTERMSIG(status)).name}"
@@ -152,30 +196,3 @@ def _kill(pid: int) -> None:
             os.waitpid(pid, 0)
     except (ProcessLookupError, ChildProcessError):
         pass
-
-
-def _collect(ends: dict[int, str], world: int, directory: Path, timeout: float) -> list[Any]:
-    if any(ends.values()):
-        raise RankError(_report(ends, world, directory, timeout))
-    results = []
-    for rank in range(world):
-        with open(directory / f"{rank}.result", "rb") as file:
-            results.append(pickle.load(file))
-    return results
-
-
-def _report(ends: dict[int, str], world: int, directory: Path, timeout: float) -> str:
-    lines = []
-    for rank in range(world):
-        how = ends[rank] or "finished"
-        if how == "hung":
-            how = f"hung for {timeout:g} s"
-        lines.append(f"--- rank {rank} of {world}: {how}")
-        for suffix in ("error", "stack", "log"):
-            path = directory / f"{rank}.{suffix}"
-            text = path.read_text(errors="replace").strip() if path.exists() else ""
-            if suffix == "log":
-                text = "\n".join(x for x in text.splitlines() if "[Gloo] Rank" not in x)[-3000:]
-            if text:
-                lines.append(f"[{suffix}]\n{text}")
-    return "\n".join(lines)

@@ -1,33 +1,67 @@
 """Runs each scenario once and judges its arms, one test an arm."""
 
+import os
+from collections.abc import Iterable
+
 import pytest
 
 from support.arms import COPYING, PLAIN, PLUGIN, STOCK, Outcome, Scenario, run_arms
 from support.counting import Counts
 from support.faults import fault
 from support.features import missing
-from support.ranks import run_ranks
+from support.ranks import Launch
+
+# More ranks than this at a time only get in each other's way.
+CORES = min(os.cpu_count() or 1, 8)
 
 
 class Ledger:
-    """Outcomes by scenario, so that the tests of its arms share one run."""
+    """Outcomes by scenario, so that the tests of its arms share one run.
 
-    def __init__(self) -> None:
-        self._done: dict[str, list[dict[str, Outcome]] | Exception] = {}
+    Tests run one after the other, but the ranks of the next scenarios may already be under way:
+    as many as there are cores for.
+    """
+
+    def __init__(self, ahead: Iterable[Scenario] = ()) -> None:
+        self._done: dict[int, list[dict[str, Outcome]] | AssertionError] = {}
+        self._launched: dict[int, Launch] = {}
+        self._ahead = {id(scenario): scenario for scenario in ahead}
+        self._seen: list[Scenario] = []  # ids are taken from scenarios that stay alive
+        self._pid = os.getpid()
 
     def outcomes(self, scenario: Scenario) -> list[dict[str, Outcome]]:
         """Outcomes by rank and arm."""
-        if scenario.name not in self._done:
+        key = id(scenario)
+        if key not in self._done:
+            self._seen.append(scenario)
+            self._ahead.pop(key, None)
+            launch = self._launched.pop(key, None) or self._launch(scenario)
+            self._look_ahead(busy=launch.world)
             try:
-                self._done[scenario.name] = run_ranks(
-                    lambda rank: run_arms(scenario, rank), scenario.world, scenario.timeout
-                )
+                self._done[key] = launch.results()
             except AssertionError as error:
-                self._done[scenario.name] = error
-        done = self._done[scenario.name]
-        if isinstance(done, Exception):
+                self._done[key] = error
+        done = self._done[key]
+        if isinstance(done, AssertionError):
             raise AssertionError(str(done))
         return done
+
+    def close(self) -> None:
+        for launch in self._launched.values():
+            launch.abandon()
+        self._launched.clear()
+
+    def _launch(self, scenario: Scenario) -> Launch:
+        return Launch(lambda rank: run_arms(scenario, rank), scenario.world, scenario.timeout)
+
+    def _look_ahead(self, busy: int) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked test: nobody would wait for what it launches
+        busy += sum(launch.world for launch in self._launched.values() if not launch.done())
+        while self._ahead and busy < CORES and len(self._launched) < 2 * CORES:
+            key, scenario = next(iter(self._ahead.items()))
+            self._launched[key] = self._launch(self._ahead.pop(key))
+            busy += scenario.world
 
     def judge(self, scenario: Scenario, arm: str) -> None:
         for rank, outcomes in enumerate(self.outcomes(scenario)):

@@ -29,8 +29,12 @@ def install_copy_out() -> None:
         return
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 
-    original = _fsdp_collectives.foreach_all_gather_copy_out
+    function = keeping_versions(_fsdp_collectives.foreach_all_gather_copy_out)
+    for module in (_fsdp_collectives, _fsdp_param_group):
+        module.foreach_all_gather_copy_out = function
 
+
+def keeping_versions(original):
     @functools.wraps(original)
     def foreach_all_gather_copy_out(all_gather_result, fsdp_params, group):
         outputs = [t for p in fsdp_params for t in p.all_gather_outputs if not t.is_inference()]
@@ -39,8 +43,7 @@ def install_copy_out() -> None:
         for output, version in zip(outputs, versions, strict=True):
             torch._C._autograd._unsafe_set_version_counter(output, version)
 
-    for module in (_fsdp_collectives, _fsdp_param_group):
-        module.foreach_all_gather_copy_out = foreach_all_gather_copy_out
+    return foreach_all_gather_copy_out
 
 
 # - Events: 2.6 and 2.7 insist on an event for each all-reduce, which CPU streams do not give; and

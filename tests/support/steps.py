@@ -39,7 +39,7 @@ def backward(run: Run, loss: torch.Tensor, sync: bool = True) -> None:
 
 
 def settle(run: Run) -> None:
-    """What FSDP2 does after backward, in the plain arm: placements, and an average over replicas."""
+    """What FSDP2 does after backward, for the plain arm: placements, an average over replicas."""
     for parameter in run.module.parameters():
         grad = parameter.grad
         if isinstance(grad, DTensor) and grad.placements != parameter.placements:

@@ -1,4 +1,4 @@
-"""A device with streams that is none: CPU tensors, every stream and event of which is recorded.
+"""A device with streams that is none: CPU tensors, and a record of every stream and event.
 
 While a ``Device`` is entered, FSDP2 believes that it runs on CUDA. The tensors stay on the CPU,
 where everything happens at once and in the order of the calls. What a real device could do in
@@ -16,7 +16,8 @@ sanitizer forgets a block's history when it is freed, and reuse is up to chance.
 memory which is read or written while a copy is still in flight is a race like any other.
 
 *Faults can be planted.* A wait can be left out (``deaf``) and an event can be recorded before the
-work that it stands for (``early``), at any line of the plugin.
+work that it stands for (``early``), at any line of the plugin; copies to the host can all be made
+without waiting for them (``hasty``).
 """
 
 import contextlib
@@ -30,13 +31,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from fsdp_skip1 import plan
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fsdp_skip1 import plan
 from support.arms import param_groups
 
 LABEL = torch.device("cuda", 0)
@@ -148,24 +149,27 @@ class Block:
     shared_with: set[int] = field(default_factory=set)  # streams named by ``record_stream``
 
 
-class Device(contextlib.AbstractContextManager["Device"]):
+class Device:
     """The stand-in; enter it around everything that FSDP2 does, ``fully_shard`` included."""
 
     _entered: "Device | None" = None
 
-    def __init__(self, *, deaf: str | None = None, early: str | None = None) -> None:
+    def __init__(
+        self, *, deaf: str | None = None, early: str | None = None, hasty: bool = False
+    ) -> None:
         # Importing it makes an instance of the sanitizer, which the tests of others can do without.
         from torch.cuda import _sanitizer
 
         self._sanitizer = _sanitizer
         self._handler = _sanitizer.EventHandler()
-        self.deaf, self.early = deaf, early
+        self.deaf, self.early, self.hasty = deaf, early, hasty
         self.races: list[str] = []
         self.kernels: list[Kernel] = []
         self.sites: dict[str, Counter[str]] = {"wait": Counter(), "record": Counter()}
         self.host_waits: Counter[str] = Counter()
         self.live = self.peak = 0  # bytes of the device's memory
         self.live_of: Counter[int] = Counter()  # the same by stream of allocation
+        self.peak_of: Counter[int] = Counter()
         self._streams = itertools.count(1)
         self._events = itertools.count(1)
         self._numbers = itertools.count(1)
@@ -180,7 +184,7 @@ class Device(contextlib.AbstractContextManager["Device"]):
         assert Device._entered is not None, "no stand-in device here"
         return Device._entered
 
-    def __enter__(self) -> "Device":
+    def __enter__(self):
         assert Device._entered is None
         Device._entered = self
         self.default = Stream.__new__(Stream)
@@ -192,7 +196,7 @@ class Device(contextlib.AbstractContextManager["Device"]):
         self._stack.enter_context(_Kernels(self))
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
         Device._entered = None
 
@@ -309,6 +313,7 @@ class Device(contextlib.AbstractContextManager["Device"]):
         self.live += nbytes
         self.live_of[stream] += nbytes
         self.peak = max(self.peak, self.live)
+        self.peak_of[stream] = max(self.peak_of[stream], self.live_of[stream])
         for index in reversed(range(len(free))):
             if free[index].nbytes >= nbytes > 0:
                 block = free.pop(index)
@@ -373,7 +378,8 @@ class Device(contextlib.AbstractContextManager["Device"]):
             return type(tensor).__tensor_unflatten__(inner, context, *outer)
         if self.block(tensor).on_host == to_host:
             return tensor
-        target = torch.empty_like(tensor)
+        non_blocking |= self.hasty and to_host
+        target = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
         if to_host:
             self.to_host_memory(target, pinned=non_blocking)
         return target.copy_(tensor, non_blocking=non_blocking)
@@ -488,7 +494,7 @@ def _site() -> str:
     frame = sys._getframe(2)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if path.parent.name == "fsdp_skip1":
+        if path.parent.name == "fsdp_skip1" and not frame.f_code.co_name.startswith("_record"):
             return f"{path.name}:{frame.f_code.co_name}:{frame.f_lineno}"
         if "_fully_shard" in path.parts:
             return ""
