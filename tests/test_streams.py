@@ -70,9 +70,9 @@ def optimizer_beside(trial: Trial) -> None:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             trial.optimizer.step()
+            trial.optimizer.zero_grad(set_to_none=False)
             event = side.record_event()
         trial.module.set_post_optim_event(event)
-        trial.optimizer.zero_grad(set_to_none=False)
 
 
 def on_a_stream_of_its_own(trial: Trial) -> None:

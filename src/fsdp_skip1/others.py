@@ -111,15 +111,17 @@ def walk(start: Any, owner: Any = None) -> Iterator[Any]:
 
 def describe(value: Any) -> str:
     """Who a callable belongs to, for a message: where its code is, whatever its name says."""
-    found = value
+    found = torchs = None
     for found in walk(value):
         # Past what has no code of its own, and past decorators of torch's around others' code.
         if _holder(type(found)) is None and not is_torchs(found):
             break
+        torchs = found
     else:
-        found = next((f for f in walk(value) if type(f) is types.FunctionType), value)
+        found = torchs
     if issubclass(type(found), _PROXY):
-        found = _safely(object.__getattribute__, found, "_self_wrapper") or found
+        wrapper = _safely(object.__getattribute__, found, "_self_wrapper")
+        found = found if wrapper is None else wrapper
     if type(found) is types.FunctionType:
         code = found.__code__
         name = getattr(code, "co_qualname", code.co_name)  # Python 3.11+
@@ -188,7 +190,9 @@ def _contents(value: Any) -> Iterable[Any]:
     cls = type(value)
     if cls is dict:
         return _some(value.values())
-    return _some(value) if cls in (list, tuple, set, frozenset) else ()
+    if any(cls is known for known in (list, tuple, set, frozenset)):
+        return _some(value)
+    return ()
 
 
 def _some(values: Iterable[Any]) -> list[Any]:
@@ -219,7 +223,7 @@ def _holder(cls: type) -> str | None:
 def _stored(value: Any) -> Mapping[str, Any]:
     """An object's attributes where they are stored, with none of its own code run."""
     found = _safely(object.__getattribute__, value, "__dict__")
-    return found if type(found) in (dict, types.MappingProxyType) else {}
+    return found if type(found) is dict or type(found) is types.MappingProxyType else {}
 
 
 def of_class(cls: type, name: str) -> Any:

@@ -181,8 +181,11 @@ def remove() -> None:
     with _changing:
         unsharder, reducer = _unsharder, _reducer
         groups = adopted_groups()
-        if reducer is not None:
-            reducer.stop()
+        try:
+            if reducer is not None:
+                reducer.stop()
+        except Exception as error:
+            warn_once("reduce-failed", f"fsdp_skip1 could not finish all-reduces: {error!r}")
         if unsharder is not None:
             # While ours is still in place: it passes through from here on, and another thread
             # may be between an unshard of ours and its end.
@@ -372,22 +375,35 @@ def _method_of(group: Any, name: str) -> Any:
 
 def _look_again() -> None:
     """Find out what no longer leads to ours, or to torch's own code; told once for each."""
-    lost = {}
     for point in tuple(_points):
-        if point.name in _ESSENTIAL:
-            found: Any = point.swapped()
-            if found is not None:
-                _set_aside(point)
-            elif point.current is not point.installed:
-                found = point.current
-            if found is not None and _judged.get(point) is not found:
-                again = point in _judged
-                _judged[point] = found
-                if found is not point.current or not point.holds():
-                    if again:
-                        log("info", "%s is now %s", point, others.describe(found))
-                    else:
-                        lost[str(point)] = found
+        if point.name in _ESSENTIAL and not point.is_intact():
+            break
+    else:
+        return
+    if _changing.acquire(blocking=False):  # else it may be us who are at it, in another thread
+        try:
+            if _unsharder is not None:
+                _judge()
+        finally:
+            _changing.release()
+
+
+def _judge() -> None:
+    lost = {}
+    for point in _points:
+        if point.name not in _ESSENTIAL or point.is_intact():
+            continue
+        found = point.swapped()
+        if found is not None:
+            _set_aside(point)
+        elif not point.holds():
+            found = point.current
+        if found is not None and _judged.get(point) is not found:
+            if point in _judged:
+                log("info", "%s is now %s", point, others.describe(found))
+            else:
+                lost[str(point)] = found
+            _judged[point] = found
     if lost:
         _report(lost)
 

@@ -174,6 +174,11 @@ class PatchPoint:
             return True
         return False
 
+    def is_intact(self) -> bool:
+        """Whether ours is in its place with nobody around it, around what it was put around."""
+        function, code = self._code
+        return self.current is self.installed and (function is None or function.__code__ is code)
+
     def swapped(self) -> Any:
         """torch's function, if somebody has replaced its code since; else None."""
         function, code = self._code

@@ -100,22 +100,19 @@ class Reducer:
             del arrived
             torch._foreach_div_(grads, factor)
             grads = _cast(grads, [(t,) for t in _targets(call, grads)], call.device)
-        current = _current_stream(call.device)
+        stream = _current_stream(call.device)
         if call.device.type == "cpu" or not any(p.offload_to_cpu for p in call.fsdp_params):
-            _accumulate(call.fsdp_params, grads, current, self._wrap)
-            done = event = _record(current, call.device)
-            stream = current
-        else:
-            # To the host beside the rest of backward, on the stream where stock has it.
-            stream = call.reduce_scatter_stream
-            stream.wait_stream(current)
-            event = current.record_event()
-            with torch.get_device_module(call.device).stream(stream):
-                for grad in grads:
-                    grad.record_stream(stream)  # freed here, long before it has been read there
-                _accumulate(call.fsdp_params, grads, stream, self._wrap)
-                done = stream.record_event()
-        return self._layout.result(_nothing(call.device), event, stream, done)
+            _accumulate(call.fsdp_params, grads, stream, self._wrap)
+            done = _record(stream, call.device)
+            return self._layout.result(_nothing(call.device), done, stream, done)
+        # To the host beside the rest of backward, on the stream where stock has it.
+        held = tuple(grads)  # until then: the memory belongs to the stream that computes
+        call.reduce_scatter_stream.wait_stream(stream)
+        stream = call.reduce_scatter_stream
+        with torch.get_device_module(call.device).stream(stream):
+            _accumulate(call.fsdp_params, grads, stream, self._wrap)
+            done = _record(stream, call.device)
+        return self._layout.result(held, done, stream, done)
 
     def _all_reduce(
         self, call: ReduceArgs, grads: list[torch.Tensor], replicas: Any
@@ -136,6 +133,7 @@ class Reducer:
         scatter.wait_stream(_current_stream(call.device))
         with device_module.stream(scatter):
             division.before(flat)
+            held: Any = flat
             if replicas is not None:
                 partial = call.partial_reduce_output
                 if not call.all_reduce_grads:
@@ -149,6 +147,7 @@ class Reducer:
                     )
                 if partial is not None:
                     flat += partial
+                    held = (flat, partial)
             scattered = _record(scatter, call.device)
         reduce.wait_stream(scatter)
         if self._stays_in_flight(call, replicas):
@@ -171,8 +170,8 @@ class Reducer:
             done = _record(reduce, call.device)
         # FSDP2 holds ``flat`` until ``reduced``; otherwise the next group's gradients could be
         # flattened into the same memory while this all-reduce still runs (pytorch PR 140044).
-        held = None if reduced is None else flat
-        return self._layout.result(flat, scattered, reduce, done, held, reduced)
+        all_reduced = None if reduced is None else flat
+        return self._layout.result(held, scattered, reduce, done, all_reduced, reduced)
 
     @staticmethod
     def _stays_in_flight(call: ReduceArgs, replicas: Any) -> bool:

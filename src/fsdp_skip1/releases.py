@@ -202,7 +202,7 @@ class ReduceLayout:
 
     def result(
         self,
-        reduce_scatter_input: torch.Tensor,
+        reduce_scatter_input: Any,  # what has to live until ``reduce_scatter_event``
         reduce_scatter_event: Any,
         post_reduce_stream: Any,
         post_reduce_event: Any,

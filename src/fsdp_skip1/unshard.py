@@ -20,6 +20,7 @@ import torch
 from fsdp_skip1 import transfer
 from fsdp_skip1.counters import counters
 from fsdp_skip1.memory import is_shared, make_private, prepare_buffers, share
+from fsdp_skip1.notices import warn_once
 from fsdp_skip1.plan import GroupPlan, How, plan_group, unsharded_dtype
 from fsdp_skip1.releases import functorch_active, preserve_versions
 from fsdp_skip1.transfer import Staged
@@ -247,7 +248,11 @@ class Unsharder:
                 return state
             if self._stopped:
                 return GroupState(GroupPlan(0, 1, (), left_to_torch="the plugin is off"), None)
-            plan = plan_group(self.fsdp2, group, zero_copy=self._zero_copy)
+            try:
+                plan = plan_group(self.fsdp2, group, zero_copy=self._zero_copy)
+            except Exception as error:
+                reason = f"it does not look as expected ({type(error).__name__}: {error})"
+                plan = GroupPlan(0, 1, (), left_to_torch=reason, unexpected=True)
             refusal = self._on_adopt(group, plan)
             if refusal is not None and plan.left_to_torch is None:
                 plan = type(plan)(plan.shard_size, plan.replicas, (), left_to_torch=refusal)
@@ -289,17 +294,26 @@ class Unsharder:
         with _lock:
             self._stopped = True
             for group in list(_adopted):
-                state = group.__dict__.get(ATTRIBUTE)
-                if state is None:
-                    continue
                 try:
-                    self._hand_back(group)
-                finally:
-                    del group.__dict__[ATTRIBUTE]
-                if _is_pending(group, state):
-                    group._all_gather_result = None
-                    unshard(group)
+                    self._release(group, unshard)
+                except Exception as error:
+                    warn_once(
+                        "restore-failed",
+                        f"fsdp_skip1 could not restore {group!r}: {type(error).__name__}: {error}",
+                    )
             _adopted.clear()
+
+    def _release(self, group: Any, unshard: Callable[[Any], Any]) -> None:
+        state = group.__dict__.get(ATTRIBUTE)
+        if state is None:
+            return
+        try:
+            self._hand_back(group)
+        finally:
+            del group.__dict__[ATTRIBUTE]
+            if _is_pending(group, state):
+                group._all_gather_result = None
+                unshard(group)
 
 
 def _moving(group: Any, plan: GroupPlan) -> list[Any]:

@@ -137,6 +137,7 @@ class Net(nn.Module):
             self.exit.weight = self.entry.weight
         self.register_buffer("scale", torch.full((spec.dim,), 0.75))
         self.active = 0
+        self.scales = spec.odd == "half"
         if spec.odd == "int":
             self.odd = nn.Parameter(torch.arange(3), requires_grad=False)
         elif spec.odd == "half":
@@ -156,9 +157,8 @@ class Net(nn.Module):
                 x = checkpoint(block, x, use_reentrant=self.checkpoint == "reentrant")
             else:
                 x = block(x)
-        odd = getattr(self, "odd", None)
-        if odd is not None and odd.dtype == torch.float16:
-            x = x * odd.to(x.dtype)
+        if self.scales:
+            x = x * self.odd.to(x.dtype)
         return self.exit(x) * self.scale.to(x.dtype)
 
 
@@ -375,6 +375,7 @@ class Arm:
             )
         records["fsdp/other objects"] = Image.of(str((moved, replaced)))
         report.facts |= {
+            "handles": len(self.handles),
             "unsharded": unsharded,
             "pending": pending,
             "may_share": self.sharing or self.planted > 0,
@@ -392,7 +393,6 @@ class Arm:
 
     def _report_memory(self, report: Report, name: str, fsdp_param: Any) -> None:
         data = fsdp_param._sharded_param_data
-        # After some exceptions ``.to`` finds, and keeps, an unsharded one.
         local = getattr(fsdp_param.sharded_param, "_local_tensor", data)
         for what, tensor in (("data", data), ("parameter", local)):
             needed = tensor.numel() * tensor.element_size()
@@ -774,9 +774,14 @@ class Arm:
             torch.utils.swap_tensors(parameter, other)
             self.net._apply(lambda t: t)
         elif how == "empty":
+            self.optimizer.zero_grad()
             with torch.no_grad():
                 state = {n: v.clone() for n, v in self.net.state_dict().items()}
-            self.net.to_empty(device="cpu")
+            try:
+                self.net.to_empty(device="cpu")
+            finally:  # with a graph pending it may fail half-way, and leave memory without values
+                for parameter in self.parameters():
+                    getattr(parameter, "_local_tensor", parameter).data.zero_()
             self.net.load_state_dict(state)
         else:
             self.net._apply(torch.clone)
