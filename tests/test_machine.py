@@ -77,7 +77,10 @@ SETTERS = (
     ("_set_unshard_async_op", st.booleans()),
 )
 setters = st.one_of(
-    *(st.tuples(st.just(name), values, st.sampled_from((-1, -1, -2, 0, 1))) for name, values in SETTERS)
+    *(
+        st.tuples(st.just(name), values, st.sampled_from((-1, -1, -2, 0, 1)))
+        for name, values in SETTERS
+    )
 )
 where = st.sampled_from((-1, 0, 1, 2))
 which = st.integers(0, 9)
@@ -112,7 +115,9 @@ class Machine(RuleBasedStateMachine):
         self.judge.do(op.forward(**arguments))
         self.judge.do(op.backward(which=-1))
 
-    @rule(seed=seeds, where=where, mode=st.sampled_from(MODES), grad_input=st.booleans(), active=seeds)
+    @rule(
+        seed=seeds, where=where, mode=st.sampled_from(MODES), grad_input=st.booleans(), active=seeds
+    )
     def forward(self, **arguments):
         self.judge.do(op.forward(**arguments))
 
@@ -240,7 +245,9 @@ def judges():
     judges: list[Judge] = []
     yield judges
     total = sum((judge.steps for judge in judges), start=type(Judge(None).steps)())
-    notes = {name: total.pop(name) for name in ("raised", "stock died", "plain judged") if name in total}
+    notes = {
+        name: total.pop(name) for name in ("raised", "stock died", "plain judged") if name in total
+    }
     print(f"\n{sum(total.values())} steps of the machine on {len(judges)} models, of these {notes}")
     print(dict(total.most_common()))
 

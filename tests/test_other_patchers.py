@@ -37,7 +37,9 @@ class Case:
     works: bool = True
 
 
-BACK = "put torch's own {} back. What goes through there is left to that code. To have it back, call"
+BACK = (
+    "put torch's own {} back. What goes through there is left to that code. To have it back, call"
+)
 
 CASES = [
     Case("titan", (THEY_FIRST, *AFTER)),
@@ -93,6 +95,7 @@ CASES = [
         "somebody replaced FSDPParamGroup.wait_for_unshard by support.patchers.keeper.install",
     ), works=False),
     Case("tracker", (*BEFORE, *AFTER)),
+    Case("hooks", (*BEFORE, *AFTER)),
 ]  # fmt: skip
 
 
@@ -185,7 +188,9 @@ def traces(group: Any) -> list[str]:
             continue
         if not fsdp_param.all_gather_outputs:
             found.append(f"no buffer of {fsdp_param._param_fqn}")
-        ours, theirs = (t.untyped_storage().data_ptr() for t in (whole, fsdp_param._sharded_param_data))
+        ours, theirs = (
+            t.untyped_storage().data_ptr() for t in (whole, fsdp_param._sharded_param_data)
+        )
         if ours == theirs:
             found.append(f"shared memory of {fsdp_param._param_fqn}")
     return found
@@ -194,7 +199,7 @@ def traces(group: Any) -> list[str]:
 @pytest.fixture(scope="module")
 def stock_losses():
     altered.prepare()
-    return run_ranks(lambda rank: life("", ("", "", "", "", "")), 1)[0]["losses"]
+    return run_ranks(lambda rank: life("", ("", "", "", "", "")), 1, fresh=True)[0]["losses"]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +211,7 @@ def stock_losses():
     ],
 )
 def test_beside(case: Case, order: tuple[str, ...], stock_losses) -> None:
-    (found,) = run_ranks(lambda rank: life(case.project, order), 1)
+    (found,) = run_ranks(lambda rank: life(case.project, order), 1, fresh=True)
     assert found["losses"] == stock_losses
     assert found["answers"] == [case.works or order not in BEFORE]
     assert len(found["heard"]) == (1 if case.says else 0), found["heard"]
@@ -217,3 +222,45 @@ def test_beside(case: Case, order: tuple[str, ...], stock_losses) -> None:
     assert found["different"] == []
     assert found["left"] == []
     assert found["of groups"] == []
+
+
+@pytest.mark.parametrize("first", ["us", "them"])
+def test_code_of_others_runs_as_often_as_without_us(first: str) -> None:
+    """What saves overhead goes around torch's code, and never around somebody else's."""
+
+    def body() -> tuple[dict[str, int], dict[str, int]]:
+        from support.patchers import hooks
+
+        hooks.install()
+        train_variously()
+        without = dict(hooks.counts)
+        hooks.undo()
+        hooks.counts.clear()
+        import fsdp_skip1
+
+        if first == "us":
+            model = altered.small_model()
+            altered.train_more(model, 1)  # adopted before they come
+            hooks.install()
+        else:
+            fsdp_skip1.disable()
+            hooks.install()
+            fsdp_skip1.enable()
+        from fsdp_skip1.counters import counters
+
+        counters.reset()
+        train_variously()
+        assert counters.all_gathers > 10
+        return without, dict(hooks.counts)
+
+    ((without, beside),) = run_ranks(lambda rank: body(), 1, fresh=True)
+    # Ranges around what is skipped are skipped with it, and so is the memory that is not freed.
+    for name in ("record_function", "to_sharded_dtensor"):
+        without.pop(name), beside.pop(name)
+    assert beside == without
+
+
+def train_variously() -> None:
+    altered.train()
+    altered.train(reshard_after_forward=False)
+    altered.train(mesh=(1, 1))

@@ -167,7 +167,7 @@ NOT_UNDERSTOOD = [
 @pytest.fixture(scope="module")
 def stock_losses():
     altered.prepare()
-    return run_ranks(lambda rank: altered.train(), 1)[0]
+    return run_ranks(lambda rank: altered.train(), 1, fresh=True)[0]
 
 
 def understands(alteration: Alteration, rank: Rank) -> dict:
@@ -193,7 +193,7 @@ def understands(alteration: Alteration, rank: Rank) -> dict:
 
 @pytest.mark.parametrize("alteration", UNDERSTOOD, ids=lambda a: a.name)
 def test_understood(alteration: Alteration, stock_losses) -> None:
-    (found,) = run_ranks(lambda rank: understands(alteration, rank), 1)
+    (found,) = run_ranks(lambda rank: understands(alteration, rank), 1, fresh=True)
     assert found["heard"] == []
     assert found["on"] is True
     assert found["losses"] == stock_losses
@@ -248,7 +248,7 @@ ORDERS = ("hook", "call, errors")
     ],
 )
 def test_not_understood(alteration: Alteration, order: str, stock_losses) -> None:
-    (found,) = run_ranks(lambda rank: stands_aside(alteration, order, rank), 1)
+    (found,) = run_ranks(lambda rank: stands_aside(alteration, order, rank), 1, fresh=True)
     assert not any(found["answers"]), found["answers"]
     heard = found["warnings"] + found["logged"]
     assert len(heard) == 1, heard
@@ -366,7 +366,7 @@ def test_names_we_do_not_ask_for_may_change() -> None:
             fsdp_skip1.disable()
         return {"names": names, "stock": stock, "on": on, "ours": ours, "heard": heard.all}
 
-    (found,) = run_ranks(body, 1)
+    (found,) = run_ranks(body, 1, fresh=True)
     assert len(found["names"]) > 10, found["names"]
     assert found["heard"] == []
     assert found["on"] is True
@@ -379,7 +379,11 @@ def test_names_we_ask_for_are_asked_for() -> None:
     def body(rank: Rank) -> list[str]:
         from fsdp_skip1 import releases
 
-        wanted = {*releases.GROUP_ATTRIBUTES, *releases.PARAM_ATTRIBUTES, *releases._PARAM_SIGNATURES}
+        wanted = {
+            *releases.GROUP_ATTRIBUTES,
+            *releases.PARAM_ATTRIBUTES,
+            *releases._PARAM_SIGNATURES,
+        }
         passed = []
         for name in sorted(wanted & internal()):
             (rank.directory / name).mkdir()
@@ -391,4 +395,4 @@ def test_names_we_ask_for_are_asked_for() -> None:
                 assert re.search(rf"\b{name}\b", error.expected), error
         return passed
 
-    assert run_ranks(body, 1) == [[]]
+    assert run_ranks(body, 1, fresh=True) == [[]]

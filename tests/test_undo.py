@@ -26,7 +26,7 @@ def prepared():
 
 
 def in_child(body: Any) -> Any:
-    return run_ranks(lambda rank: body(), 1)[0]
+    return run_ranks(lambda rank: body(), 1, fresh=True)[0]
 
 
 # -- torch's classes and modules -----------------------------------------------------------------
@@ -99,7 +99,9 @@ def test_toggles_below_another_wrapper_do_not_pile_up() -> None:
                 found += type(function).__module__.startswith("fsdp_skip1")
                 closure = getattr(function, "__closure__", None)
                 inner = vars(function).get("original") if closure is None else None
-                function = inner or getattr(function, "__wrapped__", None) or originals.get(function)
+                function = (
+                    inner or getattr(function, "__wrapped__", None) or originals.get(function)
+                )
             return found
 
         originals: dict[Any, Any] = {}
@@ -154,7 +156,9 @@ def test_ours_below_another_passes_through_and_the_log_says_so() -> None:
         assert heard.all == []
         said = [line for line in lines if "passes through" in line]
         assert any(
-            line.startswith("FSDPParamGroup.wait_for_unshard was wrapped by support.patchers.helpers")
+            line.startswith(
+                "FSDPParamGroup.wait_for_unshard was wrapped by support.patchers.helpers"
+            )
             for line in said
         ), lines
         assert len(said) == 3, said
@@ -168,6 +172,94 @@ def test_ours_below_another_passes_through_and_the_log_says_so() -> None:
         assert altered.leftovers()
         altered.train_more(model)  # and the first call makes it go
         assert altered.leftovers() == []
+
+    in_child(body)
+
+
+def test_with_nobody_around_ours_none_stays() -> None:
+    def body() -> list[str]:
+        lines: list[str] = []
+
+        class Handler(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                lines.append(record.getMessage())
+
+        import fsdp_skip1
+
+        logging.getLogger("fsdp_skip1").addHandler(Handler())
+        logging.getLogger("fsdp_skip1").setLevel(logging.INFO)
+        fsdp_skip1.enable()
+        altered.train(steps=1)
+        fsdp_skip1.disable()
+        return lines
+
+    lines = in_child(body)
+    assert lines
+    assert not any("passes through" in line for line in lines), lines
+
+
+def test_a_wrapper_of_an_earlier_copy_of_the_package_is_not_wrapped() -> None:
+    def body() -> None:
+        before = snapshot()
+        import fsdp_skip1
+        from support.patchers import helpers
+
+        fsdp_skip1.enable()
+        helpers.install()  # keeps wrappers of this copy
+        for name in [n for n in sys.modules if n.partition(".")[0] == "fsdp_skip1"]:
+            del sys.modules[name]
+        import fsdp_skip1 as second
+
+        assert second.enable()
+        second.disable()
+        helpers.undo()  # and puts them back
+        second.enable()
+        altered.train(steps=1)
+        second.disable()
+        assert differences(before, "") == []
+
+    in_child(body)
+
+
+def test_what_was_there_before_us_comes_back_as_it_was_stored() -> None:
+    """Even if somebody has put back what an attribute access gave, instead of what was stored."""
+
+    def body() -> None:
+        import wrapt
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+        own = vars(FSDPParamGroup)["unshard"]
+        theirs = wrapt.FunctionWrapper(
+            own, lambda wrapped, _, args, kwargs: wrapped(*args, **kwargs)
+        )
+        FSDPParamGroup.unshard = theirs
+        import fsdp_skip1
+
+        assert fsdp_skip1.enable()
+        FSDPParamGroup.unshard = FSDPParamGroup.unshard
+        altered.train(steps=1)
+        fsdp_skip1.disable()
+        assert vars(FSDPParamGroup)["unshard"] is theirs
+
+    in_child(body)
+
+
+def test_bound_methods_kept_on_a_group_go_with_us() -> None:
+    def body() -> None:
+        import fsdp_skip1
+        from support.patchers import tracker
+
+        fsdp_skip1.enable()
+        model = altered.small_model()
+        altered.train_more(model, 1)
+        tracker.install()
+        altered.train_more(model, 1)
+        tracker.undo()  # leaves on each group what it had got by looking the methods up
+        groups = param_groups(model)
+        assert any("fsdp_skip1" in type(v).__module__ for g in groups for v in vars(g).values())
+        fsdp_skip1.disable()
+        assert [t for g in groups for t in traces(g)] == []
+        assert all(inspect.ismethod(vars(g)["unshard"]) for g in groups)
 
     in_child(body)
 
@@ -271,7 +363,9 @@ def images(model: Any) -> list[Any]:
     found = []
     for group in param_groups(model):
         for p in group.fsdp_params:
-            outputs = [(t.dtype, t.numel(), t.untyped_storage().size()) for t in p.all_gather_outputs]
+            outputs = [
+                (t.dtype, t.numel(), t.untyped_storage().size()) for t in p.all_gather_outputs
+            ]
             whole = p._unsharded_param
             size = whole.untyped_storage().size()
             values = whole.detach().flatten().tolist() if size else None
@@ -400,6 +494,73 @@ def test_what_was_kept_from_before_does_what_torch_does() -> None:
         assert set(counters.as_dict().values()) == {0}
         assert [t for g in param_groups(model) for t in traces(g)] == []
         assert altered.leftovers() == []
+
+    in_child(body)
+
+
+def test_switched_off_in_the_middle_of_a_call() -> None:
+    """Between two lines of ours, as another thread may do it; the call goes on as torch's."""
+
+    def body() -> None:
+        stock = altered.train()
+        import fsdp_skip1
+        from fsdp_skip1 import patch, unshard
+
+        model = altered.small_model()
+        losses = []
+        stands_aside, waits = unshard.Unsharder._must_stand_aside, patch._ours_waits
+        for _ in range(3):
+            fsdp_skip1.enable()
+            called = [0]
+
+            def at_unshard(self: Any, group: Any) -> bool:
+                called[0] += 1
+                if called[0] == 2:
+                    fsdp_skip1.disable()
+                return stands_aside(self, group)
+
+            unshard.Unsharder._must_stand_aside = at_unshard
+            losses.append(altered.train()[0])
+            unshard.Unsharder._must_stand_aside = stands_aside
+            assert not fsdp_skip1.is_enabled()
+            fsdp_skip1.enable()
+            called = [0]
+
+            def at_wait(group: Any) -> bool:
+                called[0] += 1
+                answer = waits(group)
+                if called[0] == 4:  # asked by ``unshard`` and by ``wait_for_unshard``, in turn
+                    fsdp_skip1.disable()
+                return answer
+
+            patch._ours_waits = at_wait
+            losses.append(altered.train()[0])
+            patch._ours_waits = waits
+            assert not fsdp_skip1.is_enabled()
+        assert losses == stock[:1] * 6
+        assert altered.leftovers() == []
+        assert [t for g in param_groups(model) for t in traces(g)] == []
+
+    in_child(body)
+
+
+def test_a_switch_under_way_in_another_thread_is_not_taken_for_another_patcher() -> None:
+    def body() -> None:
+        import fsdp_skip1
+        from fsdp_skip1 import patch
+
+        fsdp_skip1.enable()
+        with Heard() as heard, patch._changing:
+            for point in patch.points():
+                point.tidy()
+            thread = threading.Thread(target=patch._look_again)
+            thread.start()
+            thread.join(10)
+            assert not thread.is_alive()
+        assert heard.all == []
+        with Heard() as heard:
+            patch._look_again()
+        assert len(heard.all) == 1
 
     in_child(body)
 

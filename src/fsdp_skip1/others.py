@@ -131,7 +131,9 @@ def describe(value: Any) -> str:
             return f"code of {name} ({place}) put into {module}.{found.__qualname__}"
         return f"{module}.{name} ({place})"
     cls = found if issubclass(type(found), type) else type(found)
-    name = ".".join(str(type.__getattribute__(cls, part)) for part in ("__module__", "__qualname__"))
+    name = ".".join(
+        str(type.__getattribute__(cls, part)) for part in ("__module__", "__qualname__")
+    )
     return name if cls is found else f"an object of class {name}"
 
 

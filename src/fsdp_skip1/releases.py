@@ -578,7 +578,8 @@ def _reduce_layout(modules: Iterable[Any]) -> tuple[ReduceLayout | None, str | N
     kinds = _kinds_returned(function)
     if kinds not in _REDUCE_RESULTS:
         raise NotUnderstood(
-            f"foreach_reduce with the results {kinds}", f"the results {' or '.join(_REDUCE_RESULTS)}"
+            f"foreach_reduce with the results {kinds}",
+            f"the results {' or '.join(_REDUCE_RESULTS)}",
         )
     return ReduceLayout(names=names, returns_stream="Stream" in kinds), None
 

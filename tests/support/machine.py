@@ -298,7 +298,9 @@ class Judge:
         # Which dtype a reduction runs in depends on the release.
         dtypes = {self.spec.reduce_dtype, self.spec.param_dtype, *self.dtypes}
         twice = forced or "float16" in dtypes
-        return fault("divide factor not applied") or (twice and fault("divide factor applied twice"))
+        return fault("divide factor not applied") or (
+            twice and fault("divide factor applied twice")
+        )
 
     def _clear_the_way(self, operation: Op) -> bool:
         """Reshards before a parameter changes.
@@ -376,7 +378,8 @@ class Judge:
             self._fail([f"{during}:", *problems[:12], plugin.trace])
         if plugin.error:
             self.steps["raised"] += 1
-            if os.environ.get("TELL"): self.steps["! "+plugin.error[:110]] += 1
+            if os.environ.get("TELL"):
+                self.steps["! " + plugin.error[:110]] += 1
         if not self.stock_counts:
             self.steps["plain judged"] += 1
 
@@ -403,7 +406,9 @@ def _differences(ours: Report, theirs: Report, layout: bool = False) -> list[str
     problems = []
     same = ours.error == theirs.error if layout else bool(ours.error) == bool(theirs.error)
     if not same:
-        problems.append(f"raised {ours.error or 'nothing'}\n    instead of {theirs.error or 'nothing'}")
+        problems.append(
+            f"raised {ours.error or 'nothing'}\n    instead of {theirs.error or 'nothing'}"
+        )
     mine = {k: v for k, v in ours.records.items() if layout or _in_plain(k)}
     other = {k: v for k, v in theirs.records.items() if layout or _in_plain(k)}
     for key, image in mine.items():

@@ -41,9 +41,32 @@ class Rank:
     store: dist.Store
 
 
-def run_ranks(body: Callable[[Rank], Any], world: int, timeout: float = 60.0) -> list[Any]:
-    """Runs ``body`` in ``world`` forked ranks under gloo; returns their (picklable) results."""
-    return Launch(body, world, timeout).results()
+def run_ranks(
+    body: Callable[[Rank], Any], world: int, timeout: float = 60.0, *, fresh: bool = False
+) -> list[Any]:
+    """Runs ``body`` in ``world`` forked ranks under gloo; returns their (picklable) results.
+
+    ``fresh``: as in a process that has not imported the plugin yet, whatever the parent has.
+    """
+
+    def afresh(rank: Rank) -> Any:
+        forget_plugin()
+        return body(rank)
+
+    return Launch(afresh if fresh else body, world, timeout).results()
+
+
+def forget_plugin() -> None:
+    """Leave torch and the list of modules as before the first ``import fsdp_skip1``."""
+    plugin = sys.modules.get("fsdp_skip1")
+    if plugin is None:
+        return
+    plugin.disable()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fsdp_skip1"]:
+        del sys.modules[name]
+    package = sys.modules.get("torch.distributed.fsdp._fully_shard")
+    if package is not None:
+        vars(package).pop("__fsdp_skip1_retire__", None)
 
 
 class Launch:

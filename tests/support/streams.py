@@ -22,6 +22,7 @@ without waiting for them (``hasty``).
 
 import contextlib
 import itertools
+import linecache
 import sys
 import traceback
 from collections import Counter, defaultdict
@@ -495,9 +496,11 @@ def _site() -> str:
     """The line of the plugin that is running, or nothing if torch acts by itself."""
     frame = sys._getframe(2)
     while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if path.parent.name == "fsdp_skip1" and not frame.f_code.co_name.startswith("_record"):
-            return f"{path.name}:{frame.f_code.co_name}:{frame.f_lineno}"
+        code = frame.f_code
+        path = Path(code.co_filename)
+        if path.parent.name == "fsdp_skip1" and not code.co_name.startswith("_record"):
+            line = linecache.getline(code.co_filename, frame.f_lineno).strip()
+            return f"{path.name}: {line}"
         if "_fully_shard" in path.parts:
             return ""
         frame = frame.f_back

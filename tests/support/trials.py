@@ -28,6 +28,7 @@ class Memory:
     host: frozenset[int]
     buffers: frozenset[int]
     nbytes: int  # on the host
+    params: int
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Report:
     phases: dict[str, slice]
     groups: list[Memory]  # in the order of ``named_modules``: the root comes first
     peak: int
+    left: int
     staging_peak: int
     staging_left: int
     values: list[bytes]
@@ -104,7 +106,7 @@ class Trial:
 
     def report(self) -> Report:
         device = self.device
-        device.collect()
+        left = device.collect()
         stream = param_groups(self.module)[0].comm_ctx.all_gather_copy_in_stream.stream_id
         return Report(
             races=list(dict.fromkeys(device.races)),
@@ -114,6 +116,7 @@ class Trial:
             phases=self.phases,
             groups=[_memory(group) for group in param_groups(self.module)],
             peak=device.peak,
+            left=left,
             staging_peak=device.peak_of[stream],
             staging_left=device.live_of[stream],
             values=[_bytes(p) for p in self.module.parameters()],
@@ -139,8 +142,7 @@ class Case:
     world: int = 1
     zero_copy: bool = True
     needs: tuple[str, ...] = ()
-    #: Releases of stock that are wrong here.
-    stock_is_wrong: bool = False
+    stock: bool = True  # stock gets it right, and can be compared to
 
     def run(self, rank: Rank, *, plugin: bool = True, **faults: Any) -> Report:
         """Call it in a forked rank."""
@@ -162,7 +164,7 @@ def _memory(group: Any) -> Memory:
         unsharded = [_dense(fsdp_param._unsharded_param)] * hasattr(fsdp_param, "_unsharded_param")
         for tensor in (*fsdp_param.all_gather_outputs, *unsharded):
             buffers.add(tensor.untyped_storage()._cdata)
-    return Memory(frozenset(host), frozenset(buffers), nbytes)
+    return Memory(frozenset(host), frozenset(buffers), nbytes, len(group.fsdp_params))
 
 
 def _bytes(parameter: nn.Parameter) -> bytes:

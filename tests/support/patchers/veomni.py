@@ -31,10 +31,10 @@ def install() -> None:
             _replace(owner, name, copied(vars(owner)[name], globals()))
     original = FSDPParamGroup.wait_for_unshard
 
-    def patched_wait_for_unshard(self: Any) -> None:
+    def patched_wait_for_unshard(group: Any) -> None:  # another name than in torch
         global calls
         calls += 1
-        return original(self)
+        return original(group)
 
     _replace(FSDPParamGroup, "wait_for_unshard", patched_wait_for_unshard)
 
