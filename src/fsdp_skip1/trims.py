@@ -188,17 +188,25 @@ class Places:
 
 
 def _registration(fsdp2: Fsdp2) -> list[tuple[Any, str, Any]]:
-    for name in ("to_sharded", "to_unsharded", "_setattr_on_modules", "free_unsharded_param"):
-        if not is_untouched(vars(fsdp2.param_class).get(name)):  # gone, or somebody else's
-            return []
-    names = ("module", "param_name", "shared_modules", "shared_param_names")
-    if not has_attributes(fsdp2.module_info_class, *names):
+    stored = vars(fsdp2.param_class)
+    names = ("to_sharded", "to_unsharded", "_setattr_on_modules", "free_unsharded_param")
+    torchs = [(name, stored.get(name)) for name in names]
+    if not all(is_untouched(function) for _, function in torchs):  # gone, or somebody else's
         return []
+    fields = ("module", "param_name", "shared_modules", "shared_param_names")
+    if not has_attributes(fsdp2.module_info_class, *fields):
+        return []
+
+    def places_of(group: Any) -> Places | None:
+        for name, function in torchs:
+            if stored[name] is not function:  # somebody patched it since
+                return None
+        return _places(group)
 
     def to_unsharded(
         wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        places = _places(group)
+        places = places_of(group)
         if places is None or group._sharded_state is not fsdp2.sharded:
             return wrapped(*args, **kwargs)
         for fsdp_param, where in places.slots:
@@ -212,7 +220,7 @@ def _registration(fsdp2: Fsdp2) -> list[tuple[Any, str, Any]]:
         return None
 
     def to_sharded(wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        places = _places(group)
+        places = places_of(group)
         if places is None or group._sharded_state is not fsdp2.unsharded:
             return wrapped(*args, **kwargs)
         # Shared memory: there is nothing to free.
