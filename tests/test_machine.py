@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
 from support import features
 from support.machine import Judge, Trio
 from support.machine_arm import Spec, op

@@ -52,7 +52,7 @@ def reaches(start: Any, target: Any, owner: Any = None) -> bool:
 
 
 def leads_to_torch(start: Any, name: str, owner: Any = None) -> Any:
-    """torch's own function ``name`` that ``start`` is or wraps, or None."""
+    """Torch's own function ``name`` that ``start`` is or wraps, or None."""
     for found in walk(start, owner):
         if is_torchs(found) and found.__code__.co_name == name:
             return found

@@ -427,7 +427,8 @@ def _report(lost: dict[str, Any]) -> None:
     warn_once(
         f"replaced:{parts}",
         f"fsdp_skip1 was switched on, and then somebody {' and '.join(parts)}. What goes through "
-        f"there is left to that code.{' To have it back, call fsdp_skip1.enable().' if back else ''}",
+        "there is left to that code."
+        + (" To have it back, call fsdp_skip1.enable()." if back else ""),
     )
 
 

@@ -180,7 +180,7 @@ class PatchPoint:
         return self.current is self.installed and (function is None or function.__code__ is code)
 
     def swapped(self) -> Any:
-        """torch's function, if somebody has replaced its code since; else None."""
+        """Torch's function, if somebody has replaced its code since; else None."""
         function, code = self._code
         return None if function is None or function.__code__ is code else function
 

@@ -604,9 +604,13 @@ def _kinds_returned(function: Any) -> str:
 def _tuples_returned(code: types.CodeType) -> frozenset[int]:
     found, before = set(), None
     for instruction in dis.get_instructions(code):
-        if instruction.opname == "RETURN_VALUE" and before is not None:
-            if before.opname == "BUILD_TUPLE" and before.arg is not None:
-                found.add(before.arg)
+        if (
+            instruction.opname == "RETURN_VALUE"
+            and before is not None
+            and before.opname == "BUILD_TUPLE"
+            and before.arg is not None
+        ):
+            found.add(before.arg)
         before = instruction
     return frozenset(found)
 

@@ -195,7 +195,7 @@ class Heard:
         warnings.showwarning = show
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self._context.__exit__(None, None, None)
 
 

@@ -138,11 +138,33 @@ class Trio:
 
 # Operations after which plain can still say what is right, where stock cannot.
 _PLAIN_FOLLOWS = frozenset(
-    "forward backward repeat drop step zero_grad scale_grads let_go freeze write unshard wait "
-    "reshard prefetch setter divide_factor state_dict load swap to toggle reset_iter_state".split()
+    [
+        "forward",
+        "backward",
+        "repeat",
+        "drop",
+        "step",
+        "zero_grad",
+        "scale_grads",
+        "let_go",
+        "freeze",
+        "write",
+        "unshard",
+        "wait",
+        "reshard",
+        "prefetch",
+        "setter",
+        "divide_factor",
+        "state_dict",
+        "load",
+        "swap",
+        "to",
+        "toggle",
+        "reset_iter_state",
+    ]
 )
 # Operations that change parameters: plain must not make them between forward and backward.
-_CHANGES = frozenset("step write load swap to freeze".split())
+_CHANGES = frozenset(["step", "write", "load", "swap", "to", "freeze"])
 # Before 2.9 stock copies when an unshard is begun, not when it is waited for.
 _COPIES_AT_UNSHARD = RELEASE < (2, 9)
 

@@ -20,7 +20,7 @@ from support.ranks import Rank, run_ranks
 def copy_out_keeps_versions() -> bool:
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-    source = inspect.getsource(_fsdp_collectives.foreach_all_gather_copy_out)
+    source = inspect.getsource(_fsdp_collectives)
     return "_unsafe_preserve_version_counter" in source
 
 
