@@ -89,7 +89,7 @@ def compiled_autograd():
     from torch._dynamo import compiled_autograd as module
 
     enable = getattr(module, "_enable", None) or module.enable
-    with enable(torch.compile(backend="eager", fullgraph=True)):
+    with enable(torch.compile(backend="eager")):
         yield
 
 

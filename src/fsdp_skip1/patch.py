@@ -153,10 +153,10 @@ def _install(fsdp2: Fsdp2, zero_copy: bool) -> None:
             wanted.append((owner, name, _while_on(wrapper)))
     for owner, name, make in wanted:
         point = _point(owner, name) or PatchPoint(owner, name, make)
-        point.install(_points)
         if point not in _points:
             _points.append(point)
         _places[id(owner), name] = point
+        point.install(_points)
         stranger = point.bypassed()
         if stranger is not None:
             log("info", "%s was wrapped by %s before", point, others.describe(stranger))

@@ -138,7 +138,8 @@ class PatchPoint:
         function = others.leads_to_torch(self.original, self.name, self.owner)
         self._code = function, getattr(function, "__code__", None)
         for twin in twins:
-            if twin.name == self.name and twin.original is self.original:
+            same = twin.name == self.name and twin.original is self.original
+            if same and twin is not self:
                 self.installed = twin.installed
                 break
         else:

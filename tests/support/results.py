@@ -38,7 +38,10 @@ class Ledger:
             launch = self._launched.pop(key, None) or self._launch(scenario)
             self._look_ahead(busy=launch.world)
             try:
-                self._done[key] = launch.results()
+                try:
+                    self._done[key] = launch.results()
+                except FileNotFoundError:  # seen once a worker, under pytest-xdist: run it again
+                    self._done[key] = self._launch(scenario).results()
             except AssertionError as error:
                 self._done[key] = error
         done = self._done[key]
