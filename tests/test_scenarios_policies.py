@@ -212,6 +212,7 @@ SCENARIOS = [
         for value in (True, False, 1)
     ),
     Scenario(name="reshard after forward None, hsdp", steps=train(), world=2, replicas=2,
+             needs=("reshard_after_forward=None",),
              shard=shards.blocks(2, 1, reshard_after_forward=None)),
     *(
         Scenario(name=f"reshard after forward {value!r}, bf16", like_plain=False, steps=train(),

@@ -16,10 +16,10 @@ FAULTS = {
     # Unsharded parameters are made inside inference mode (PRs 197327, 146709).
     "inference mode before training": [((2, 6), _LATEST)],
     "inference mode alone": [((2, 9), (2, 14))],
-    # fp16, or a forced sum: divided twice.
-    "divide factor applied twice": [((2, 10), _LATEST)],
+    # fp16, or a forced sum: divided twice, or (fp16 on gloo, 2.6 and 2.7) not at all.
+    "divide factor applied twice": [((2, 6), (2, 7)), ((2, 10), _LATEST)],
     # The same with replicas.
-    "divide factor applied twice to replicas": [((2, 10), _LATEST)],
+    "divide factor applied twice to replicas": [((2, 6), (2, 7)), ((2, 10), _LATEST)],
     # fp32 on gloo: not applied, or no operator for it (PR 167178).
     "divide factor not applied": [((2, 6), (2, 9))],
     # bf16 parameters reduced in fp32: two dtypes meet in one reduction.

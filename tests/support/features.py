@@ -46,6 +46,7 @@ _CHECKS = {
     "replicate mesh argument": lambda: _replicate_is_public(),
     "per-parameter meshes": lambda: _fsdp_common_has("ShardPlacementResult"),
     "dp_mesh_dims": lambda: _fully_shard_takes("dp_mesh_dims"),
+    "reshard_after_forward=None": lambda: _reshards_by_default(),
     "ignored_params": lambda: _fully_shard_takes("ignored_params"),
     "share_comm_ctx": lambda: hasattr(_module("torch.distributed.fsdp"), "share_comm_ctx"),
     "compiled autograd": lambda: _fsdp_common_has("compiled_autograd_enabled"),
@@ -60,6 +61,14 @@ def _replicate_is_public() -> bool:
     """The first release of the module had no default mesh and its own state classes."""
     module = _module("torch.distributed._composable.replicate_with_fsdp")
     return module is not None and hasattr(module, "ReplicateModule")
+
+
+def _reshards_by_default() -> bool:
+    """Later releases take None for: as is best for a root, or for a child."""
+    from torch.distributed.fsdp import fully_shard
+
+    parameters = inspect.signature(fully_shard).parameters
+    return parameters["reshard_after_forward"].default is None
 
 
 def _divide_factor() -> str | None:
