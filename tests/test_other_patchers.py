@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-
 from support import altered
 from support.altered import Heard
 from support.arms import param_groups

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from support import altered
 from support.altered import Alteration, Heard, find, renamed, replaced, transformed
 from support.ranks import Rank, run_ranks
@@ -175,6 +174,7 @@ def understands(alteration: Alteration, rank: Rank) -> dict:
     altered.put_in_place(alteration, rank.directory)
     with Heard() as heard:
         import fsdp_skip1
+        import torch.distributed.fsdp
 
         on = fsdp_skip1.enable() and fsdp_skip1.is_enabled()
         losses = altered.train()
@@ -208,7 +208,11 @@ def stands_aside(alteration: Alteration, order: str, rank: Rank) -> dict:
     with Heard(errors="errors" in order) as heard:
         if "hook" in order:
             import fsdp_skip1
+
+            import torch.distributed.fsdp
         else:
+            import torch.distributed.fsdp
+
             import fsdp_skip1
         answers.append(fsdp_skip1.is_enabled())
         answers.append(fsdp_skip1.enable())
@@ -333,6 +337,7 @@ def renaming(names: list[str]) -> Alteration:
 
 
 def many_trainings() -> list[list[float]]:
+    import torch
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

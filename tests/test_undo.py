@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from support import altered
 from support.altered import Heard
 from support.arms import param_groups
@@ -55,9 +54,8 @@ def test_every_object_is_torchs_again(zero_copy: bool) -> None:
 
 def test_a_thousand_toggles_leave_one_wrapper_and_no_garbage() -> None:
     def body() -> None:
-        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
         import fsdp_skip1
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
         live = altered.small_model()
         altered.train_more(live, 1)
@@ -92,9 +90,8 @@ def test_a_thousand_toggles_leave_one_wrapper_and_no_garbage() -> None:
 
 def test_toggles_below_another_wrapper_do_not_pile_up() -> None:
     def body() -> None:
-        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
         import fsdp_skip1
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
         def depth() -> int:
             found, function = 0, vars(FSDPParamGroup)["unshard"]
@@ -136,10 +133,9 @@ def test_toggles_below_another_wrapper_do_not_pile_up() -> None:
 
 def test_ours_below_another_passes_through_and_the_log_says_so() -> None:
     def body() -> None:
-        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
         import fsdp_skip1
         from fsdp_skip1.counters import counters
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
         lines: list[str] = []
 
@@ -306,9 +302,8 @@ def test_replaced_functions_look_like_torchs() -> None:
 
 def test_bound_methods_look_like_torchs() -> None:
     def body() -> None:
-        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
         import fsdp_skip1
+        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
         fsdp_skip1.enable()
         group = object.__new__(FSDPParamGroup)
@@ -329,9 +324,8 @@ def test_bound_methods_look_like_torchs() -> None:
 
 def test_modules_that_share_a_function_go_on_sharing_it() -> None:
     def body() -> None:
-        from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
-
         import fsdp_skip1
+        from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 
         fsdp_skip1.enable()
         assert _fsdp_collectives.foreach_reduce is _fsdp_param_group.foreach_reduce
