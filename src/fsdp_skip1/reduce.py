@@ -220,11 +220,12 @@ class Division:
         """Take the split from torch, which knows it by release, dtype and device."""
         factor = _user_factor(call)
         size = 1 if replicas is None else replicas.size()
+        overflow_risk = reduce_dtype not in (torch.float32, torch.bfloat16)
         if factor is not None and "factor" not in fsdp2.divide_factor_names:  # 2.6, 2.7
-            return cls(factor, None, dist.ReduceOp.SUM)
+            before = _near_root(factor) if overflow_risk else factor
+            return cls(before, factor / before, dist.ReduceOp.SUM)
         # Where neither dtype nor device asks for a split, torch would premultiply inside the
         # reduce-scatter, which is skipped.
-        overflow_risk = reduce_dtype not in (torch.float32, torch.bfloat16)
         by_hand = factor is not None and not overflow_risk and not call.force_sum
         if by_hand and factor != size:
             return cls(factor, None, dist.ReduceOp.SUM)
@@ -247,6 +248,18 @@ class Division:
             # gloo's average is this sum and division, bit for bit, and until 2.7 it had none.
             return cls(before, float(size), dist.ReduceOp.SUM)
         return cls(factor if by_hand and op != dist.ReduceOp.AVG else before, after, op)
+
+
+def _near_root(factor: float) -> float:
+    """The power of two by which the releases from 2.8 on divide before a sum in fp16.
+
+    Half of the division comes before the sum, so that it cannot overflow, and half behind it, so
+    that small gradients do not vanish.
+    """
+    before = 1.0
+    while factor > before * before and factor % before == 0:
+        before *= 2
+    return before
 
 
 def _user_factor(call: ReduceArgs) -> float | None:
