@@ -40,9 +40,7 @@ def _fsdp_common_has(name: str) -> bool:
 
 _CHECKS = {
     "cpu default mesh": lambda: torch._C._get_accelerator().type == "cpu",
-    "replicate_with_fsdp": lambda: (
-        _module("torch.distributed._composable.replicate_with_fsdp") is not None
-    ),
+    "replicate_with_fsdp": lambda: _replicate_is_public(),
     "replicate mesh argument": lambda: _replicate_is_public(),
     "per-parameter meshes": lambda: _fsdp_common_has("ShardPlacementResult"),
     "dp_mesh_dims": lambda: _fully_shard_takes("dp_mesh_dims"),
