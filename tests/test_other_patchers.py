@@ -37,6 +37,7 @@ class Case:
     works: bool = True
 
 
+AROUND_WAIT = ("titan", "veomni", "simulator", "profiler", "helpers", "tracker")
 BACK = (
     "put torch's own {} back. What goes through there is left to that code. To have it back, call"
 )
@@ -218,7 +219,9 @@ def test_beside(case: Case, order: tuple[str, ...], stock_losses) -> None:
     for words in case.says:
         assert words in found["heard"][0], found["heard"]
     if case.works:
-        assert found["skipped"] >= 5
+        # Through somebody else's ``wait_for_unshard`` each group is tried out with torch's unshard.
+        tried = case.project in AROUND_WAIT and (order in AFTER or case.project == "tracker")
+        assert found["skipped"] >= (5 if tried else 11)
     assert found["different"] == []
     assert found["left"] == []
     assert found["of groups"] == []

@@ -333,7 +333,8 @@ class Meter(OpCounter):
         super().__init__()
         self.launches = 0
         self.nbytes = 0
-        self.scattered: set[int] = set()
+        # Kept, so that no other tensor gets their addresses.
+        self.scattered: dict[int, torch.Tensor] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -341,7 +342,7 @@ class Meter(OpCounter):
         if result is NotImplemented or not moves_data(func, name):
             return result
         if name.startswith("c10d::_reduce_scatter"):
-            self.scattered.add(args[0].data_ptr())
+            self.scattered[args[0].data_ptr()] = args[0]
         elif name == "aten::copy_" and args[0].data_ptr() in self.scattered:
             return result  # gloo's own, which FSDP2 does not ask for
         self.launches += 1

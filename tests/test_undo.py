@@ -5,6 +5,7 @@ import gc
 import importlib
 import inspect
 import logging
+import os
 import pickle
 import random
 import sys
@@ -206,14 +207,19 @@ def test_a_wrapper_of_an_earlier_copy_of_the_package_is_not_wrapped() -> None:
 
         fsdp_skip1.enable()
         helpers.install()  # keeps wrappers of this copy
+        fsdp_skip1.disable()
         for name in [n for n in sys.modules if n.partition(".")[0] == "fsdp_skip1"]:
             del sys.modules[name]
+        os.environ["FSDP_SKIP1"] = "0"
         import fsdp_skip1 as second
 
-        assert second.enable()
-        second.disable()
         helpers.undo()  # and puts them back
-        second.enable()
+        assert altered.leftovers()
+        del os.environ["FSDP_SKIP1"]
+        assert second.enable()
+        for (owner, name), stock in before.items():
+            if name in ("unshard", "wait_for_unshard", "foreach_reduce"):
+                assert vars(owner)[name].__wrapped__ is stock
         altered.train(steps=1)
         second.disable()
         assert differences(before, "") == []

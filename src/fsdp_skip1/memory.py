@@ -61,15 +61,18 @@ def make_private(fsdp_param: Any, *, filled: bool) -> None:
     if unsharded is None:
         return
     data = fsdp_param._sharded_param_data
+    shared = _same_storage(_local(unsharded), data)
     # A buffer that the parameter does not look at is torch's, which did not know of the sharing.
-    if fsdp_param.all_gather_outputs and not _same_storage(_local(unsharded), data):
+    if fsdp_param.all_gather_outputs and not shared:
         return
     with torch.inference_mode(False), torch.no_grad():
         local = _local(unsharded)
         buffer = torch.empty(fsdp_param._orig_size.numel(), dtype=local.dtype, device=local.device)
         if filled:
             buffer.copy_(data.view(-1))
-        _point_at(fsdp_param, buffer)
+        # Other memory that the user gave to an unsharded parameter stays the user's.
+        if shared or not filled:
+            _point_at(fsdp_param, buffer)
         fsdp_param.all_gather_outputs = [buffer]
         if not filled:
             buffer.untyped_storage().resize_(0)

@@ -19,6 +19,7 @@ from fsdp_skip1.plan import (
     arriving_grad_dtype,
     cast_steps,
     divide_factor,
+    offloaded,
     reduce_dtype,
     resolved_reduce_dtype,
     sharded_grad_dtype,
@@ -63,7 +64,7 @@ class Stock:
     def unshard(self, group: Any) -> Work:
         params = _plain(group)
         whole = sum(map(_unsharded_nbytes, params))
-        moved = [p for p in params if _moves(p)]
+        moved = [p for p in params if offloaded(p)]
         cast = [p for p in params if unsharded_dtype(p) != _data(p).dtype]
         work = Work(len(moved), sum(_data(p).nbytes for p in moved))
         if not self._gathers:
@@ -126,19 +127,20 @@ def trainable(group: Any) -> list[Any]:
 
 
 def _unshard(group: Any, plan: GroupPlan) -> Work:
-    """By the plan: one copy for each pair of dtypes and devices."""
-    work, pairs = Work(), set()
+    """By the plan: one copy for each pair of dtypes, and before it one across the bus for each."""
+    work, pairs, crossing = Work(), set(), set()
     for fsdp_param, param_plan in zip(group.fsdp_params, plan.params):
         if param_plan.how in (How.SHARE, How.EXTENSION):
             continue
         data, dtype = _data(fsdp_param), unsharded_dtype(fsdp_param)
-        if param_plan.how is How.TRANSFER and data.dtype != dtype:
-            work += Work(1, data.nbytes)  # across the bus first, cast on the device
+        if param_plan.how is How.TRANSFER:
+            crossing.add(data.dtype)
+            work += Work(0, data.nbytes)
             pairs.add((dtype, data.dtype, fsdp_param.device))
         else:
             pairs.add((dtype, data.dtype, data.device))
         work += Work(0, _unsharded_nbytes(fsdp_param))
-    return work + Work(len(pairs))
+    return work + Work(len(pairs) + len(crossing))
 
 
 def _reduce(group: Any, reduction: ReducePlan) -> Work:
@@ -181,10 +183,6 @@ def _plain(group: Any) -> list[Any]:
         for p in group.fsdp_params
         if not hasattr(p.sharded_param._local_tensor, "fsdp_pre_all_gather")
     ]
-
-
-def _moves(fsdp_param: Any) -> bool:
-    return bool(_data(fsdp_param).device.type != fsdp_param.device.type)
 
 
 def _unsharded_nbytes(fsdp_param: Any) -> int:

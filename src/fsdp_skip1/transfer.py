@@ -18,6 +18,10 @@ that the allocator hands out; without explicit prefetching, nothing would overla
 
 The staging memory belongs to the pending ``AllGatherResult``. When torch drops one that nobody
 waited for, the memory goes with it, to the stream that was the last to use it.
+
+Who writes to the sharded parameter in place between the two steps may find that the transfer was
+faster, as the all-gather would be at larger shard sizes; a parameter swapped for another is
+transferred again.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from support import features
@@ -598,6 +599,13 @@ class Arm:
         """An in-place write to a sharded parameter, as an average of weights makes."""
         with torch.no_grad():
             self._which(which).mul_(factor)
+
+    def point_elsewhere(self, *, which: int = 0) -> None:
+        """Other memory with other values for a parameter that is unsharded, behind FSDP2's back."""
+        owner, attribute = self._place(self.names[which % len(self.names)])
+        parameter = owner._parameters[attribute]
+        if self.fsdp and not isinstance(parameter, DTensor):
+            parameter.data = parameter.data * 0.5
 
     # - Hooks of the user
 

@@ -16,8 +16,8 @@ sanitizer forgets a block's history when it is freed, and reuse is up to chance.
 memory which is read or written while a copy is still in flight is a race like any other.
 
 *Faults can be planted.* A wait can be left out (``deaf``) and an event can be recorded before the
-work that it stands for (``early``), at any line of the plugin; copies to the host can all be made
-without waiting for them (``hasty``).
+work that it stands for (``early``), at any line of the plugin. Copies to the host can all be made
+without waiting for them (``hasty``), and streams can take each other's memory (``one_pool``).
 """
 
 import contextlib
@@ -157,14 +157,19 @@ class Device:
     _entered: "Device | None" = None
 
     def __init__(
-        self, *, deaf: str | None = None, early: str | None = None, hasty: bool = False
+        self,
+        *,
+        deaf: str | None = None,
+        early: str | None = None,
+        hasty: bool = False,
+        one_pool: bool = False,
     ) -> None:
         # Importing it makes an instance of the sanitizer, which the tests of others can do without.
         from torch.cuda import _sanitizer
 
         self._sanitizer = _sanitizer
         self._handler = _sanitizer.EventHandler()
-        self.deaf, self.early, self.hasty = deaf, early, hasty
+        self.deaf, self.early, self.hasty, self.one_pool = deaf, early, hasty, one_pool
         self.races: list[str] = []
         self.kernels: list[Kernel] = []
         self.sites: dict[str, Counter[str]] = {"wait": Counter(), "record": Counter()}
@@ -216,8 +221,8 @@ class Device:
         for name, method in {
             "to": self._to(torch.Tensor.to),
             "cpu": lambda tensor: self.moved(tensor, to_host=True),
-            "pin_memory": lambda tensor, **_: self.to_host_memory(tensor, pinned=True),
-            "is_pinned": lambda tensor, **_: self.block(tensor).pinned,
+            "pin_memory": lambda tensor, **_: self._pin(tensor),
+            "is_pinned": lambda tensor, **_: all(self.block(t).pinned for t in _inside(tensor)),
             "record_stream": lambda tensor, stream: self._record_stream(tensor, stream),
         }.items():
             yield torch.Tensor, name, method
@@ -312,7 +317,8 @@ class Device:
         return tensor
 
     def _allocate(self, nbytes: int) -> Block:
-        free, stream = self._free[self.current.stream_id], self.current.stream_id
+        stream = 0 if self.one_pool else self.current.stream_id
+        free = self._free[stream]
         self.live += nbytes
         self.live_of[stream] += nbytes
         self.peak = max(self.peak, self.live)
@@ -356,6 +362,11 @@ class Device:
 
         return resize_
 
+    def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        for inner in _inside(tensor):
+            self.to_host_memory(inner, pinned=True)
+        return tensor
+
     def _record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
         self.block(tensor).shared_with.add(stream.stream_id)
 
@@ -390,6 +401,8 @@ class Device:
     # -- kernels ---------------------------------------------------------------------------------
 
     def launched(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if getattr(operator, "is_view", False):
+            return
         reads, writes = self._accesses(operator._schema, args, kwargs, result)
         if not reads and not writes:
             return
@@ -475,6 +488,13 @@ class _Kernels(TorchDispatchMode):
         if not (isinstance(result, FakeTensor) or torch._C._meta_in_tls_dispatch_include()):
             self.device.launched(func, args, kwargs, result)
         return result
+
+
+def _inside(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """A tensor, or the tensors of which a subclass is made."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return [tensor]
+    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
 
 
 def _is_device(value: Any) -> bool:

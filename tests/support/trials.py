@@ -1,14 +1,15 @@
 """Runs something that a user does with FSDP2 on the stand-in device, and says what happened."""
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 import fsdp_skip1
 from support import models
@@ -16,9 +17,6 @@ from support.arms import local, make_mesh, param_groups, seed_everything
 from support.ranks import Rank
 from support.steps import loss_of
 from support.streams import COMPUTE, TO_DEVICE, Device, Kernel
-
-OFFLOAD = CPUOffloadPolicy()
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,6 @@ class Report:
     staging_peak: int
     staging_left: int
     values: list[bytes]
-    seen: list[Any]
 
     def transfers(self, group: int, phase: str) -> list[Kernel]:
         """Copies from the host of a group's parameters."""
@@ -69,9 +66,8 @@ class Report:
 class Trial:
     """One model on the stand-in device, for the functions that drive it."""
 
-    def __init__(self, case: "Case", device: Device, rank: Rank) -> None:
-        self.case, self.device, self.rank = case, device, rank
-        self.seen: list[Any] = []
+    def __init__(self, case: "Case", device: Device, rank: Rank, plugin: bool) -> None:
+        self.case, self.device, self.rank, self.plugin = case, device, rank, plugin
         self.phases: dict[str, slice] = {}
         seed_everything()
         self.module = case.model()
@@ -84,21 +80,31 @@ class Trial:
             self.module.parameters(), lr=0.05, momentum=0.9, foreach=False
         )
 
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = len(self.device.kernels)
+        yield
+        self.phases[name] = slice(start, len(self.device.kernels))
+
     def batch(self, step: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(step + 97 * self.rank.rank)
         return torch.randn(4, models.DIM, generator=generator)
 
     def forward(self, step: int) -> torch.Tensor:
-        start = len(self.device.kernels)
-        loss = loss_of(self.module(self.batch(step)))
-        self.phases[f"forward {step}"] = slice(start, len(self.device.kernels))
-        return loss
+        with self.phase(f"forward {step}"):
+            return loss_of(self.module(self.batch(step)))
 
     def backward(self, step: int) -> None:
         loss = self.forward(step)
-        start = len(self.device.kernels)
-        loss.backward()
-        self.phases[f"backward {step}"] = slice(start, len(self.device.kernels))
+        with self.phase(f"backward {step}"):
+            loss.backward()
+
+    def switch(self, on: bool) -> None:
+        """Where it is being tried, the plugin goes on or off."""
+        if self.plugin and on:
+            fsdp_skip1.enable(zero_copy=self.case.zero_copy)
+        elif self.plugin:
+            fsdp_skip1.disable()
 
     def update(self) -> None:
         self.optimizer.step()
@@ -120,7 +126,6 @@ class Trial:
             staging_peak=device.peak_of[stream],
             staging_left=device.live_of[stream],
             values=[_bytes(p) for p in self.module.parameters()],
-            seen=self.seen,
         )
 
 
@@ -142,14 +147,16 @@ class Case:
     world: int = 1
     zero_copy: bool = True
     needs: tuple[str, ...] = ()
-    stock: bool = True  # stock gets it right, and can be compared to
+    stock: bool = True  # run it, too, and compare
+    in_vain: bool = False  # something is transferred that nobody waits for
 
     def run(self, rank: Rank, *, plugin: bool = True, **faults: Any) -> Report:
         """Call it in a forked rank."""
+        make_mesh(self.mesh)  # with tensors of its own, that nobody should count
         with Device(**faults) as device:
             switched = fsdp_skip1.enabled(zero_copy=self.zero_copy)
             with switched if plugin else fsdp_skip1.disabled():
-                trial = Trial(self, device, rank)
+                trial = Trial(self, device, rank, plugin)
                 self.drive(trial)
                 trial.module.reshard()
                 return trial.report()
