@@ -258,10 +258,17 @@ def factor_of(premultiplied: Any) -> float:
 
 def special_case(fsdp_params: list[Any]) -> str | None:
     """Kinds of parameters whose handling stays torch's, or None."""
-    for fsdp_param in fsdp_params:
-        if getattr(fsdp_param, "is_spmd_types", False):
-            return "parameters annotated with spmd_types"
+    if _annotations_exist():
+        for fsdp_param in fsdp_params:
+            if getattr(fsdp_param, "is_spmd_types", False):
+                return "parameters annotated with spmd_types"
     return None
+
+
+@functools.cache
+def _annotations_exist() -> bool:
+    available = getattr(torch.distributed, "_is_spmd_types_available", None)  # 2.13+
+    return available is not None and bool(available())
 
 
 def plan_param(fsdp_param: Any, zero_copy: bool) -> ParamPlan:

@@ -56,9 +56,12 @@ class Reducer:
         group = call.reduce_scatter_group
         if group is not None and group.size() != 1:
             return False
-        meshes = {id(p.mesh_info): p.mesh_info for p in call.fsdp_params}
-        if any(shard_mesh_size(self._fsdp2, mesh_info) != 1 for mesh_info in meshes.values()):
-            return False
+        seen = None
+        for fsdp_param in call.fsdp_params:
+            mesh_info = fsdp_param.mesh_info
+            if mesh_info is not seen and shard_mesh_size(self._fsdp2, mesh_info) != 1:
+                return False
+            seen = mesh_info
         return special_case(call.fsdp_params) is None
 
     def _reduce(self, call: ReduceArgs) -> tuple[Any, ...]:
@@ -292,10 +295,15 @@ def _uniform(call: ReduceArgs, grads: Sequence[torch.Tensor]) -> bool:
 
 
 def _make_own(grads: list[torch.Tensor], indices: Sequence[int]) -> None:
-    """See to it that each gradient is contiguous and that nobody else can write to it."""
+    """See to it that each gradient is contiguous and that nobody else can write to it.
+
+    autograd steals gradients without looking at storages, so that two parameters can end up
+    with views of one. In a plain module, too, but stock FSDP2 copies. A gradient that is part of
+    a graph (``create_graph=True``) must not change under it either.
+    """
     for i in indices:
         grad = grads[i]
-        if not grad.is_contiguous() or _held_elsewhere(grad):
+        if not grad.is_contiguous() or grad.requires_grad or storage_holders(grad) > 1:
             grads[i] = grad.clone(memory_format=torch.contiguous_format)
 
 
@@ -370,16 +378,6 @@ def _views(flat: torch.Tensor, sizes: Sequence[torch.Size]) -> list[torch.Tensor
         views.append(flat.narrow(0, offset, numel).view(size))
         offset += numel
     return views
-
-
-def _held_elsewhere(grad: torch.Tensor) -> bool:
-    """Whether handing the gradient over would let two owners write to the same memory.
-
-    autograd steals gradients without looking at storages, so that two parameters can end up
-    with views of one. In a plain module, too, but stock FSDP2 copies. A gradient that is part of
-    a graph (``create_graph=True``) must not change under it either.
-    """
-    return grad.requires_grad or storage_holders(grad) > 1
 
 
 def _accumulate(
