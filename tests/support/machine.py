@@ -31,7 +31,8 @@ from support.faults import fault
 from support.features import RELEASE
 from support.machine_arm import Arm, Op, Report, Spec
 
-_TIMEOUT_SECONDS = 60.0
+# An operation takes milliseconds. Only a deadlock takes this long, however slow the computer is.
+_TIMEOUT_SECONDS = 300.0
 _KINDS = (PLAIN, STOCK, PLUGIN)
 
 
@@ -42,9 +43,9 @@ class Divergence(AssertionError):
 class Gone(Exception):
     """An arm died, hung, or failed outside of an operation."""
 
-    def __init__(self, kind: str, how: str) -> None:
+    def __init__(self, kind: str, how: str, *, died: bool = False) -> None:
         super().__init__(f"the arm {kind} {how}")
-        self.kind = kind
+        self.kind, self.died = kind, died
 
 
 class Child:
@@ -67,19 +68,20 @@ class Child:
             self.pipe.send(request)
 
     def receive(self) -> Report:
-        how = "died"
+        died = True
         with contextlib.suppress(EOFError, ConnectionResetError):
             if self.pipe.poll(_TIMEOUT_SECONDS):
                 answer = self.pipe.recv()
                 if isinstance(answer, Report):
                     return answer
                 raise Gone(self.kind, f"failed itself:\n{answer}")
-            how = f"hung for {_TIMEOUT_SECONDS:g} s"
+            died = False
             os.kill(self.pid, signal.SIGUSR1)
             time.sleep(0.3)
+        how = "died" if died else f"hung for {_TIMEOUT_SECONDS:g} s"
         self.output.seek(0)
         said = self.output.read().decode(errors="replace")[-3000:]
-        raise Gone(self.kind, f"{how}:\n{said}")
+        raise Gone(self.kind, f"{how}:\n{said}", died=died)
 
     def close(self) -> None:
         self.pipe.close()
@@ -161,10 +163,14 @@ _PLAIN_FOLLOWS = frozenset(
         "to",
         "toggle",
         "reset_iter_state",
+        "evaluate",
+        "duplicate",
     ]
 )
 # Operations that change parameters: plain must not make them between forward and backward.
-_CHANGES = frozenset(["step", "write", "load", "swap", "to", "freeze"])
+_CHANGES = frozenset(["step", "write", "load", "duplicate", "swap", "to", "freeze"])
+# After ``point_elsewhere``: see [Note: exemptions].
+_LEAVE_ELSEWHERE = frozenset(["toggle", "point_elsewhere", "state_dict", "reshard"])
 # Before 2.9 stock copies when an unshard is begun, not when it is waited for.
 _COPIES_AT_UNSHARD = RELEASE < (2, 9)
 
@@ -205,12 +211,17 @@ class Judge:
         self.steps_in_backward = False
         self.keeps_after_backward = False
         self.entry_stays_sharded = False
+        self.elsewhere = False  # a parameter has memory of the user's
         self._settle()
-        self._compare(self._ask(spec), "begin")
+        reports = self._ask(spec)
+        if reports:
+            self._compare(reports, "begin")
 
     def do(self, operation: Op) -> None:
         """Carries it out in all arms, unless they could not be compared any more."""
         for each in self._spelled_out(operation):
+            if self.elsewhere and each.name not in _LEAVE_ELSEWHERE:
+                self.over = True
             if not self.over and self._allows(each) and self._clear_the_way(each):
                 self._carry_out(each)
 
@@ -232,7 +243,7 @@ class Judge:
             self.last = self._trio.ask(request)
         except Gone as gone:
             self._trio.close()
-            if gone.kind != STOCK:
+            if gone.kind != STOCK or not gone.died:
                 self._fail([str(gone)])
             # Stock reads memory that it has freed after some exceptions; there is nothing to learn.
             self.steps["(stock died)"] += 1
@@ -330,7 +341,7 @@ class Judge:
         Over shared memory, a change shows at once in a group that is unsharded, where stock goes
         on with its copy of the old values. That is documented, and not compared.
         """
-        if operation.name not in ("step", "write", "load"):
+        if operation.name not in ("step", "write", "load", "duplicate"):
             return True
         if self._in_danger():
             self._carry_out(Op("reshard", {}))
@@ -355,6 +366,8 @@ class Judge:
             self.factor = arguments["factor"]
         elif name == "step_in_backward":
             self.steps_in_backward = True
+        elif name == "point_elsewhere":
+            self.elsewhere = True
         elif name == "setter":
             value = arguments["value"]
             if arguments["name"] == "set_force_sum_reduction_for_comms":
@@ -375,10 +388,12 @@ class Judge:
 
     def _compare(self, reports: dict[str, Report], during: str) -> None:
         plain, stock, plugin = (reports[kind] for kind in _KINDS)
-        if _loses_itself(stock.error):
+        if _loses_itself(stock.error) or _never_ready(stock, plugin):
             self.over = True
             return
-        if self.stock_counts and plugin.error != stock.error and _known_fault(stock.error):
+        apart = self.stock_counts and plugin.error != stock.error
+        confused = apart and _freed_too_early(stock.error)
+        if confused or (apart and _known_fault(stock.error)):
             self.stock_counts = False
             self._settle()
             if self.over:
@@ -398,6 +413,7 @@ class Judge:
             problems.append(f"{plugin.facts['grown']} tensors more after the same steps")
         if problems:
             self._fail([f"{during}:", *problems[:12], plugin.trace])
+        self.over = self.over or confused
         if plugin.error:
             self.steps["(raised)"] += 1
         if not self.stock_counts:
@@ -416,6 +432,15 @@ def _loses_itself(error: str) -> bool:
     ``.to`` does that where an exception in forward has left a group unsharded for good.
     """
     return "has no attribute '_local_tensor'" in error
+
+
+def _never_ready(stock: Report, plugin: Report) -> bool:
+    """Whether FSDP2 has refused the model at its first forward, in both arms alike."""
+    return stock.error == plugin.error != "" and "in _lazy_init" in stock.trace
+
+
+def _freed_too_early(error: str) -> bool:
+    return "out of bounds for storage of size 0" in error
 
 
 def _known_fault(error: str) -> bool:

@@ -5,7 +5,10 @@ It lives in a process of its own, builds the model that a :class:`Spec` describe
 is one method of :class:`Arm`; what the release or the model lacks is left out, in every arm alike.
 """
 
+import copy
 import gc
+import io
+import pickle
 import sys
 import threading
 import traceback
@@ -23,7 +26,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from support import features
@@ -41,6 +44,7 @@ class Spec:
     dim: int = 3
     hidden: int = 4
     norm: bool = False
+    dropout: bool = False
     kind: str = "stack"  # or "shared": one block at two places; "branches": a step uses some
     depth: int = 2
     tied: bool = False
@@ -48,6 +52,7 @@ class Spec:
     checkpoint: str = ""  # "inside" or "outside" of the sharded block, or "reentrant"
     wrap: str = "blocks"  # or "root", "inner", "grouped"; "entry": that one as well
     mesh: tuple[int, ...] = (1,)  # () is ``replicate()``
+    columns: bool = False  # sharded along the second dimension
     reshard: bool | None = True
     offload: bool = False
     frozen: tuple[int, ...] = ()
@@ -111,6 +116,7 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(spec.dim) if spec.norm else nn.Identity()
         self.up = nn.Linear(spec.dim, spec.hidden)
         self.down = nn.Linear(spec.hidden, spec.dim, bias=False)
+        self.dropout = nn.Dropout(0.25) if spec.dropout else nn.Identity()
         self.checkpoint = spec.checkpoint == "inside"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -119,7 +125,7 @@ class Block(nn.Module):
         return x + self.branch(x)
 
     def branch(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.tanh(self.up(self.norm(x))))
+        return self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
 
 
 class Net(nn.Module):
@@ -194,6 +200,8 @@ def shard(net: Net, spec: Spec) -> None:
     options: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
     if spec.mesh:
         options |= {"mesh": make_mesh(spec.mesh), "reshard_after_forward": spec.reshard}
+        if spec.columns:
+            options["shard_placement_fn"] = lambda p: Shard(1) if p.ndim > 1 else None
     else:
         from torch.distributed._composable.replicate_with_fsdp import replicate
 
@@ -422,6 +430,7 @@ class Arm:
         x = x.to(self._input_dtype(where)).requires_grad_(grad_input and mode == "grad")
         if mode == "inference" and self._torch_may_run():
             self._make_unsharded_parameters()
+        torch.manual_seed(seed)  # for dropout
         modes = {"grad": torch.enable_grad, "no_grad": torch.no_grad}
         with modes.get(mode, torch.inference_mode)():
             output = self._call(module, x)
@@ -430,6 +439,10 @@ class Arm:
             self.extra["loss"] = loss.clone()
         if mode == "grad" and loss.requires_grad:
             self.graphs.append(loss)
+
+    def evaluate(self, *, on: bool = True) -> None:
+        """``eval()``, or back to ``train()``."""
+        self.net.train(not on)
 
     def _input_dtype(self, where: int) -> torch.dtype:
         name = "down.weight" if where >= 0 else "entry.weight"
@@ -610,7 +623,7 @@ class Arm:
     # - Hooks of the user
 
     def hook(self, *, kind: str = "accumulate", which: int = 0, where: int = 0) -> None:
-        """One that stays: after accumulation, on the unsharded parameter, or on an output."""
+        """One that stays: after accumulation, on the unsharded parameter, a module or its output."""
         if kind == "accumulate":
             parameter = self._which(which)
             if self.fsdp:
@@ -622,6 +635,9 @@ class Arm:
             if self.fsdp and parameter is self._which(which):
                 return  # sharded: such a hook would never fire
             self.hooks.append(parameter.register_hook(lambda grad: grad * 0.5))
+        elif kind == "module":
+            look = lambda module, before, after: self.log.append(Image.of(after[0]))  # noqa: E731
+            self.hooks.append(self._module(where).register_full_backward_hook(look))
         else:
             look = lambda module, args, output: self.log.append(Image.of(output))  # noqa: E731
             self.hooks.append(self._module(where).register_forward_hook(look))
@@ -772,6 +788,29 @@ class Arm:
         if assign:
             self._new_objects()
 
+    def duplicate(self, *, what: str = "state") -> None:
+        """Copies and pickles. FSDP2 refuses whole models, the plugin with it."""
+        if what == "deepcopy":
+            self._refuses(copy.deepcopy)
+        elif what == "pickle":
+            self._refuses(pickle.dumps)
+        elif what == "child":
+            state = copy.deepcopy(self.net.exit)._parameters
+            self.extra["fsdp/copied"] = state["weight"]
+        elif what == "optimizer":
+            self.optimizer.load_state_dict(_through_pickle(self.optimizer.state_dict()))
+        else:
+            self.net.load_state_dict(_through_pickle(self.net.state_dict()))
+
+    def _refuses(self, function: Callable[[Any], Any]) -> None:
+        error = ""
+        if self.fsdp:
+            try:
+                function(self.net)
+            except Exception as raised:
+                error = type(raised).__name__
+        self.extra["fsdp/refused"] = error
+
     def swap(self, *, how: str = "apply", which: int = 0) -> None:
         """The same values in other memory."""
         if how == "swap_tensors":
@@ -826,6 +865,13 @@ class Arm:
             assert self.skip1.enable(zero_copy=self.sharing)
         else:
             self.skip1.disable()
+
+
+def _through_pickle(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
 
 def _live_tensors() -> int:
