@@ -50,7 +50,7 @@ def report(*arms: results.Arm) -> results.Report:
     comparison = results.Comparison("mlp", 1_000_000, 128, list(arms))
     comparison.judge()
     asked = {"dtype": "float32", "param_dtype": None, "reduce_dtype": None}
-    asked |= {"offload": False, "nproc": 1}
+    asked |= {"offload": False, "prefetch": 0, "nproc": 1}
     return results.Report({"torch": "2.0", "device": "a CPU"}, asked, [comparison])
 
 
@@ -182,7 +182,10 @@ def test_a_family_of_models_stands_for_its_members():
     assert models == ("llama-768", "llama-256", "llama-64", "mlp")
 
 
-@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--nproc", "-1"], ["--model", "gpt"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--steps", "0"], ["--nproc", "-1"], ["--model", "gpt"], ["--prefetch", "-1"]],
+)
 def test_nonsense_is_refused(arguments):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["bench", *arguments])
@@ -247,11 +250,14 @@ def test_one_rank(tmp_path):
 def test_two_ranks(tmp_path):
     numbers = tmp_path / "a.json"
     done = bench(
-        *("--model", "llama-64", "--steps", "1", "--nproc", "2"),
+        *("--model", "llama-64", "--steps", "1", "--nproc", "2", "--prefetch", "2"),
         *("--json", str(numbers)),
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    ddp, *others = json.loads(numbers.read_text())["comparisons"][0]["arms"]
+    read = json.loads(numbers.read_text())
+    assert isinstance(read["wrapper"], float)
+    assert "shard size 2" in done.stdout
+    ddp, *others = read["comparisons"][0]["arms"]
     assert ddp["name"] == "ddp"
     assert len(ddp["losses"]) == 2
     assert ddp["losses"][0] != ddp["losses"][1]

@@ -222,6 +222,9 @@ def _unshard(point: PatchPoint) -> Wrapping:
         unsharder = _unsharder
         if unsharder is None:
             return _pass_through(point, wrapped, group, args, kwargs)
+        state = group.__dict__.get(ATTRIBUTE)
+        if state is not None and state.plan.left_to_torch is not None:
+            return wrapped(*args, **kwargs)  # all that a really sharded group pays
         if not _ours_waits(group) and not _may_begin(unsharder, group):
             unsharder.hand_back(group)
             return wrapped(*args, **kwargs)
@@ -240,6 +243,8 @@ def _wait_for_unshard(point: PatchPoint) -> Wrapping:
         state = group.__dict__.get(ATTRIBUTE)
         if state is None:
             _look_again()  # not unsharded through ours
+        elif state.plan.left_to_torch is not None:
+            return wrapped(*args, **kwargs)
         elif not _ours_waits(group):
             state.proof = _method_of(group, _WAIT)
         return unsharder.wait_for_unshard(wrapped, group, args, kwargs)

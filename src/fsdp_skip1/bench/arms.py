@@ -161,7 +161,17 @@ def build(options: Options, model: str, device: torch.device, batches: Batches) 
         module = module.to(device)
         for block in module.blocks:
             fully_shard(block, mesh=mesh, **policies)
-        return fully_shard(module, mesh=mesh, **policies)
+        fully_shard(module, mesh=mesh, **policies)
+        prefetch(module)
+        return module
+
+    def prefetch(module: ByteModel) -> None:
+        blocks = list(module.blocks)
+        for number, block in enumerate(blocks if options.prefetch else ()):
+            behind = blocks[number + 1 : number + 1 + options.prefetch]
+            before = blocks[max(0, number - options.prefetch) : number]
+            block.set_modules_to_forward_prefetch(behind)
+            block.set_modules_to_backward_prefetch(before[::-1])
 
     def replicas(module: ByteModel) -> nn.Module:
         replicate = find_replicate()
@@ -171,6 +181,7 @@ def build(options: Options, model: str, device: torch.device, batches: Batches) 
         for block in module.blocks:
             replicate(block, mesh=mesh, **policies)
         replicate(module, mesh=mesh, **policies)
+        prefetch(module)
         return module
 
     def arm(

@@ -36,7 +36,7 @@ def measure(options: Options) -> Report:
     _check(options)
 
     if options.nproc == 1:
-        comparisons = _rank(options, dist.HashStore(), 0)
+        comparisons, wrapper = _rank(options, dist.HashStore(), 0)
     else:
         with tempfile.TemporaryDirectory() as folder:
             store, found = Path(folder, "store"), Path(folder, "found.json")
@@ -47,7 +47,8 @@ def measure(options: Options) -> Report:
         if "problem" in read:
             raise BenchError(read["problem"])
         comparisons = [_comparison(value) for value in read["comparisons"]]
-    return Report(_machine(options), _plain(options), comparisons)
+        wrapper = read["wrapper"]
+    return Report(_machine(options), _plain(options), comparisons, wrapper)
 
 
 def _check(options: Options) -> None:
@@ -71,18 +72,20 @@ def _spawned(rank: int, options: Options, store: str, found: str) -> None:
 
     problem = None
     comparisons: list[Comparison] = []
+    wrapper = None
     try:
-        comparisons = _rank(options, dist.FileStore(store, options.nproc), rank)
+        comparisons, wrapper = _rank(options, dist.FileStore(store, options.nproc), rank)
     except BenchError as error:
         problem = str(error)
     if rank == 0:
         answer: dict[str, Any] = {"comparisons": [asdict(value) for value in comparisons]}
+        answer["wrapper"] = wrapper
         if problem is not None:
             answer["problem"] = problem
         Path(found).write_text(json.dumps(answer))
 
 
-def _rank(options: Options, store: Any, rank: int) -> list[Comparison]:
+def _rank(options: Options, store: Any, rank: int) -> tuple[list[Comparison], float | None]:
     import torch
     import torch.distributed as dist
 
@@ -104,10 +107,12 @@ def _rank(options: Options, store: Any, rank: int) -> list[Comparison]:
     turns = arms * measuring.rounds(options.steps) * len(options.model)
     try:
         with output.progress(turns, show=rank == 0) as advance:
-            return [
+            comparisons = [
                 measuring.compare(options, model, device, _named(advance, model))
                 for model in options.model
             ]
+        wrapper = measuring.wrapper_cost(device) if options.nproc > 1 else None
+        return comparisons, wrapper
     finally:
         dist.destroy_process_group()
         torch.set_num_threads(threads)

@@ -17,14 +17,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fsdp_skip1
 from fsdp_skip1.bench import arms
 from fsdp_skip1.bench.data import Batches
 from fsdp_skip1.bench.models import SIZES
 from fsdp_skip1.bench.results import Arm, Comparison, Spread
+from fsdp_skip1.patch import groups_of
 
 if TYPE_CHECKING:
     from fsdp_skip1.bench.arms import Trainer
@@ -97,6 +102,31 @@ def compare(
     comparison = Comparison(model, parameters, size.batch * size.length, results, cpu_share)
     comparison.judge()
     return comparison
+
+
+def wrapper_cost(device: torch.device) -> float:
+    """What the plugin adds to a call on a group that is really sharded, in microseconds.
+
+    Of a call that finds nothing to do, in torch, so that the difference stands out: the mean of
+    ``unshard`` and ``wait_for_unshard``. Every rank calls this.
+    """
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    module = fully_shard(nn.Linear(64, 64).to(device), mesh=mesh)
+    calls = 2000
+    rounds: dict[bool, list[float]] = {False: [], True: []}
+    for number in range(2 * 9):
+        on = number % 2 == 1
+        with arms.switched_on() if on else fsdp_skip1.disabled():
+            module(torch.ones(2, 64, device=device)).sum().backward()
+            module.unshard()
+            (group,) = groups_of(fully_shard.state(module))
+            start = time.perf_counter()
+            for _ in range(calls):
+                group.unshard()
+                group.wait_for_unshard()
+            rounds[on].append((time.perf_counter() - start) / (2 * calls))
+            module.reshard()
+    return 1e6 * (statistics.median(rounds[True]) - statistics.median(rounds[False]))
 
 
 def rounds(steps: int) -> int:

@@ -25,6 +25,7 @@ class Options:
     param_dtype: str | None = None
     reduce_dtype: str | None = None
     offload: bool = False
+    prefetch: int = 0
     steps: int = 50
     threads: int = 1
     nproc: int = 1
@@ -58,6 +59,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--offload", action="store_true", help="keep parameters in CPU memory (CPUOffloadPolicy)"
+    )
+    parser.add_argument(
+        "--prefetch",
+        type=_natural,
+        default=default.prefetch,
+        metavar="DEPTH",
+        help="prefetch so many blocks ahead, explicitly, in forward and backward (%(default)s: as "
+        "FSDP2 does by itself)",
     )
     parser.add_argument(
         "--steps",
@@ -101,6 +110,7 @@ def from_namespace(args: argparse.Namespace) -> Options:
         param_dtype=args.param_dtype,
         reduce_dtype=args.reduce_dtype,
         offload=args.offload,
+        prefetch=args.prefetch,
         steps=args.steps,
         threads=args.threads,
         nproc=args.nproc,
@@ -109,6 +119,13 @@ def from_namespace(args: argparse.Namespace) -> Options:
         plot=args.plot,
         trace=args.trace,
     )
+
+
+def _natural(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is negative")
+    return number
 
 
 def _positive(text: str) -> int:

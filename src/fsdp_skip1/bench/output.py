@@ -55,6 +55,11 @@ def write(report: Report, options: Options) -> None:
         else:
             print(f"\n{title}\n\n{plain_table(comparison)}\n")
     print(_legend(report))
+    if report.wrapper is not None:
+        print(
+            f"Wrapper: {report.wrapper:.1f} us a call beyond stock's, on a group of shard size "
+            f"{report.options['nproc']}, which is left to torch."
+        )
     if not pretty and sys.stdout.isatty():
         print(f"A table in colour, and plots: {EXTRA}")
     if options.json is not None:
@@ -205,6 +210,8 @@ def _title(report: Report, comparison: Comparison) -> str:
         parts.append(f"reduced in {options['reduce_dtype']}")
     if options["offload"]:
         parts.append("offloaded")
+    if options["prefetch"]:
+        parts.append(f"prefetching {options['prefetch']}")
     if options["nproc"] > 1:
         parts.append(f"{options['nproc']} ranks")
     parts.append(f"{report.machine['device']}, torch {report.machine['torch']}")

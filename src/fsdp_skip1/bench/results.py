@@ -105,11 +105,20 @@ class Comparison:
 
 @dataclass
 class Report:
-    """All that one run has found, and where."""
+    """All that one run has found, and where.
+
+    Attributes:
+        machine: Versions, and what it ran on.
+        options: What was asked for.
+        comparisons: One a model.
+        wrapper: What the plugin adds to a call of ``unshard`` or ``wait_for_unshard`` on a group
+            that is really sharded, in microseconds; None where there is one rank.
+    """
 
     machine: dict[str, str]
     options: dict[str, Any]
     comparisons: list[Comparison]
+    wrapper: float | None = None  # microseconds
 
     def exit_code(self) -> int:
         """1 if any arm's losses differ from its reference's, or it failed; else 0.
