@@ -19,7 +19,7 @@ from collections import Counter
 
 import pytest
 
-from support import arms, cpu_streams, features, results, standins, warmup
+from support import arms, cpu_streams, features, machine, results, standins, warmup
 
 cpu_streams.install_if_lacking()
 
@@ -51,6 +51,14 @@ def ledger(request):
     yield ledger
     ledger.close()
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def trio():
+    """The three arms of the state machine."""
+    trio = machine.Trio()
+    yield trio
+    trio.close()
 
 
 def _scenarios(items):

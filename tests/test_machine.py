@@ -127,7 +127,7 @@ class Machine(RuleBasedStateMachine):
     def forward(self, **arguments):
         self.judge.do(op.forward(**arguments))
 
-    @rule(which=seeds, retain=st.booleans(), both=st.booleans())
+    @rule(which=seeds, retain=st.booleans(), both=st.booleans(), create=st.booleans())
     def backward(self, **arguments):
         self.judge.do(op.backward(**arguments))
 
@@ -174,7 +174,11 @@ class Machine(RuleBasedStateMachine):
 
     # - Hooks
 
-    @rule(kind=st.sampled_from(("accumulate", "gradient", "module", "output")), which=which, where=where)
+    @rule(
+        kind=st.sampled_from(("accumulate", "gradient", "module", "output")),
+        which=which,
+        where=where,
+    )
     def hook(self, **arguments):
         self.judge.do(op.hook(**arguments))
 
@@ -258,13 +262,6 @@ class Machine(RuleBasedStateMachine):
         self.judge.do(op.unshard(where=where))
         self.judge.do(op.point_elsewhere(which=which))
         self.judge.do(op.toggle(action=action))
-
-
-@pytest.fixture(scope="module")
-def trio():
-    trio = Trio()
-    yield trio
-    trio.close()
 
 
 # Each release has sequences of its own, the same at every run.

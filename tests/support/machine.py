@@ -1,8 +1,31 @@
 """Drives the three arms of the state machine, each in a process of its own, and judges them.
 
 Plain, stock and plugin get the same operations. The plugin has to equal stock to the bit; where
-stock is known to be wrong (``faults``), it has to equal the plain module from there on. What the
-README documents as different is left out: see :meth:`Judge.prepare`.
+stock is known to be wrong, it has to equal the plain module from there on.
+
+[Note: exemptions]
+All of them, each with the place where it is made:
+
+*Stock is wrong, plain takes over.* Divide factors and ``.to(dtype)`` after a first forward
+(``_allows``); a gradient that arrives late (``_known_fault``). Inference mode before training: the
+stock arm makes its unsharded parameters before (``Arm._make_unsharded_parameters``).
+
+*Stock is wrong, and too confused to go on.* It frees a parameter that a graph still needs, where the
+plugin has nothing to free, after a forward through a part of a group: plain says whether the plugin
+was right, and the model ends (``_freed_too_early``). A sharded parameter gets lost by ``.to`` after
+an exception in forward (``_loses_itself``); the process dies of reading freed memory (``_ask``).
+
+*Both are alike.* FSDP2 refuses the model at its first forward, and leaves it half-made
+(``_never_ready``).
+
+*The README says that they differ.* Parameters that change while they are unsharded: the model
+is resharded before (``_clear_the_way``), and no hook steps parameters that stay unsharded after
+backward (``_allows``). A user's own memory for an unsharded parameter: compared until the next
+unshard, when stock keeps it for good and the plugin goes back to the sharded parameter
+(``point_elsewhere`` in ``do``).
+
+*FSDP2 does not take it.* A block before the root's first forward, and no unshard in backward
+where backward needs the weight (``_allows``).
 
 [Note: what plain can say]
 The plain module follows as long as it can: no optimizer step between forward and backward, no
@@ -169,7 +192,7 @@ _PLAIN_FOLLOWS = frozenset(
 )
 # Operations that change parameters: plain must not make them between forward and backward.
 _CHANGES = frozenset(["step", "write", "load", "duplicate", "swap", "to", "freeze"])
-# After ``point_elsewhere``: see [Note: exemptions].
+# What may follow ``point_elsewhere``, see [Note: exemptions].
 _LEAVE_ELSEWHERE = frozenset(["toggle", "point_elsewhere", "state_dict", "reshard"])
 # Before 2.9 stock copies when an unshard is begun, not when it is waited for.
 _COPIES_AT_UNSHARD = RELEASE < (2, 9)

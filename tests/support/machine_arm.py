@@ -483,7 +483,9 @@ class Arm:
                     p.init_unsharded_param()
                 p.free_unsharded_param()
 
-    def backward(self, *, which: int = 0, retain: bool = False, both: bool = False) -> None:
+    def backward(
+        self, *, which: int = 0, retain: bool = False, both: bool = False, create: bool = False
+    ) -> None:
         if not self.graphs:
             return
         count = len(self.graphs)
@@ -491,17 +493,17 @@ class Arm:
         loss = torch.stack([self.graphs[i] for i in sorted(chosen)]).sum()
         if not retain:
             self.graphs = [g for i, g in enumerate(self.graphs) if i not in chosen]
-        self._backward(loss, retain)
+        self._backward(loss, retain_graph=retain or create, create_graph=create)
 
-    def _backward(self, loss: torch.Tensor, retain: bool = False) -> None:
+    def _backward(self, loss: torch.Tensor, **options: bool) -> None:
         if self.fsdp:
-            loss.backward(retain_graph=retain)
+            loss.backward(**options)
             return
         # A backward without sync leaves the sharded gradients alone; the next with sync brings all.
         before = {name: self.parameter(name).grad for name in self.names}
         for name in self.names:
             self.parameter(name).grad = self.unsynced.get(name)
-        loss.backward(retain_graph=retain)
+        loss.backward(**options)
         self.unsynced = {
             n: self.parameter(n).grad for n in self.names if self.parameter(n).grad is not None
         }
