@@ -22,20 +22,21 @@ from support.machine_arm import Spec, op
 STEPS = int(os.environ.get("FSDP_SKIP1_MACHINE_STEPS", "600"))
 SEED = int(os.environ.get("FSDP_SKIP1_MACHINE_SEED", "1"))
 _CHUNK = 600  # of one test
-_LENGTH = 30
-_STEPS_OF_A_MODEL = 30  # that come to pass: some operations do not apply
+_LENGTH = 24
+_STEPS_OF_A_MODEL = 12  # that come to pass: some operations do not apply
 
 FLOATS = ("float32", "bfloat16", "float16")
 MESHES = [(1,), (1, 1)] + [()] * features.has("replicate_with_fsdp")
 RESHARDS = (True, False, *[None] * features.has("reshard_after_forward=None"))
 INTEGERS = ("int",) if features.RELEASE >= (2, 12) else ()  # older releases refuse them
+mostly = st.sampled_from((True, True, True, False))
 MODES = ("grad", "grad", "no_grad", "inference")
 
 
 def specs() -> st.SearchStrategy[Spec]:
     choices = {
         "dtype": st.sampled_from(FLOATS),
-        "param_dtype": st.sampled_from(("", "", "bfloat16", "float16")),
+        "param_dtype": st.sampled_from(("", "", "", "bfloat16", "float16")),
         "reduce_dtype": st.sampled_from(("", "float32", "bfloat16")),
         "output_dtype": st.sampled_from(("", "float32")),
         "dim": st.sampled_from((3, 1, 5)),
@@ -45,7 +46,7 @@ def specs() -> st.SearchStrategy[Spec]:
         "kind": st.sampled_from(("stack", "shared", "branches")),
         "depth": st.integers(1, 3),
         "tied": st.booleans(),
-        "odd": st.sampled_from(("", *INTEGERS, "half", "empty", "unused")),
+        "odd": st.sampled_from(("", *INTEGERS, "half", "empty", "unused", "pair")),
         "checkpoint": st.sampled_from(("", "", "inside", "outside", "reentrant")),
         "wrap": st.sampled_from(("blocks", "root", "inner", "grouped", "entry")),
         "mesh": st.sampled_from(MESHES),
@@ -55,8 +56,8 @@ def specs() -> st.SearchStrategy[Spec]:
         "frozen": st.lists(st.integers(0, 9), max_size=2).map(tuple),
         "optimizer": st.sampled_from(("sgd", "momentum", "adamw", "fused")),
         "foreach": st.booleans(),
-        "on": st.booleans().map(lambda off: not off),
-        "zero_copy": st.booleans().map(lambda copies: not copies),
+        "on": mostly,
+        "zero_copy": mostly,
     }
     return st.builds(Spec, **choices).map(_sound)
 
@@ -102,9 +103,11 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.judge = Judge(self.trio, self.steps)
 
-    @initialize(spec=specs())
-    def begin(self, spec):
+    @initialize(spec=specs(), first=st.sampled_from(("", "", "no_grad", "inference")))
+    def begin(self, spec, first):
         self.judge.begin(spec)
+        if first:
+            self.judge.do(op.forward(mode=first))
 
     # - Passes
 
@@ -113,8 +116,18 @@ class Machine(RuleBasedStateMachine):
     def a_training_step(self, seed):
         self.judge.do(op.train(seed=seed, active=seed))
 
-    @rule(seed=seeds, micro=st.integers(2, 3), grad_input=st.booleans())
-    def accumulate(self, seed, micro, grad_input):
+    @rule(
+        seed=seeds,
+        micro=st.integers(2, 3),
+        grad_input=st.booleans(),
+        without=st.sampled_from(("", "set_requires_gradient_sync", "set_requires_all_reduce")),
+    )
+    def accumulate(self, seed, micro, grad_input, without):
+        if without:
+            self.judge.do(op.setter(name=without, value=False))
+            self.judge.do(op.forward(seed=seed + 1))
+            self.judge.do(op.backward(which=-1))
+            self.judge.do(op.setter(name=without, value=True))
         self.judge.do(op.train(seed=seed, micro=micro, grad_input=grad_input))
 
     @rule(seed=seeds, where=where, grad_input=st.booleans(), active=seeds)
@@ -172,6 +185,13 @@ class Machine(RuleBasedStateMachine):
     def write(self, which):
         self.judge.do(op.write(which=which))
 
+    @rule(which=which, seed=seeds)
+    def write_between(self, which, seed):
+        """Between forward and backward. FSDP2 does not mind, where the plain module does."""
+        self.judge.do(op.forward(seed=seed))
+        self.judge.do(op.write(which=which))
+        self.judge.do(op.backward(which=-1))
+
     # - Hooks
 
     @rule(
@@ -223,13 +243,20 @@ class Machine(RuleBasedStateMachine):
 
     # - State
 
-    @rule(assign=st.booleans(), where=where)
-    def load(self, **arguments):
-        self.judge.do(op.load(**arguments))
+    @rule(assign=st.booleans(), where=where, trains=st.booleans())
+    def load(self, assign, where, trains):
+        self.judge.do(op.load(assign=assign, where=where))
+        if trains:
+            self.judge.do(op.train())
 
-    @rule(how=st.sampled_from(("apply", "swap_tensors", "empty")), which=which)
-    def swap(self, **arguments):
-        self.judge.do(op.swap(**arguments))
+    @rule(
+        how=st.sampled_from(("apply", "swap_tensors", "empty")), which=which, trains=st.booleans()
+    )
+    def swap(self, how, which, trains):
+        self.judge.do(op.swap(how=how, which=which))
+        if trains:
+            self.judge.do(op.train())
+            self.judge.do(op.forward())
 
     @rule(what=st.sampled_from(("state", "optimizer", "child", "deepcopy", "pickle")))
     def duplicate(self, what):
@@ -248,10 +275,10 @@ class Machine(RuleBasedStateMachine):
     @rule(seed=seeds, actions=st.tuples(actions, actions), where=where, active=seeds)
     def toggle_between(self, seed, actions, where, active):
         """Forward one way, backward the other."""
-        self.judge.do(op.forward(seed=seed, where=where, active=active))
         self.judge.do(op.toggle(action=actions[0]))
-        self.judge.do(op.backward(which=-1))
+        self.judge.do(op.forward(seed=seed, where=where, active=active))
         self.judge.do(op.toggle(action=actions[1]))
+        self.judge.do(op.backward(which=-1))
 
     @rule(which=which, where=where, action=actions)
     def point_elsewhere(self, which, where, action):

@@ -24,7 +24,8 @@ backward (``_allows``). A user's own memory for an unsharded parameter: compared
 unshard, when stock keeps it for good and the plugin goes back to the sharded parameter
 (``point_elsewhere`` in ``do``).
 
-*FSDP2 does not take it.* A block before the root's first forward, and no unshard in backward
+*FSDP2 does not take it.* ``swap_tensors`` with gradients, in stock and plugin alike, where plain
+would do it; a block before the root's first forward, and no unshard in backward
 where backward needs the weight (``_allows``).
 
 [Note: what plain can say]
@@ -34,6 +35,7 @@ right, it no longer counts.
 """
 
 import contextlib
+import dataclasses
 import faulthandler
 import multiprocessing.connection
 import os
@@ -300,6 +302,7 @@ class Judge:
             name not in _PLAIN_FOLLOWS
             or arguments.get("action") == "off"
             or (name in _CHANGES and pending_graphs)
+            or arguments.get("how") == "swap_tensors"
             or (name == "setter" and arguments.get("where", -1) != -1)
         ):
             return False
@@ -382,6 +385,8 @@ class Judge:
             self.plain_counts = False
         if name == "to":
             self.dtypes = {arguments["dtype"]}
+            now = dataclasses.replace(self.spec, dtype=arguments["dtype"])
+            self.plain_counts = self.plain_counts and plain_can_follow(now)
         elif name in ("forward", "unshard", "repeat"):
             self.used = True
             self.rooted = self.rooted or name != "unshard"

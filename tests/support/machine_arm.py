@@ -48,7 +48,7 @@ class Spec:
     kind: str = "stack"  # or "shared": one block at two places; "branches": a step uses some
     depth: int = 2
     tied: bool = False
-    odd: str = ""  # a parameter unlike the others: "int", "half", "empty", "unused"
+    odd: str = ""  # a parameter unlike the others: "int", "half", "empty", "unused"; or a "pair"
     checkpoint: str = ""  # "inside" or "outside" of the sharded block, or "reentrant"
     wrap: str = "blocks"  # or "root", "inner", "grouped"; "entry": that one as well
     mesh: tuple[int, ...] = (1,)  # () is ``replicate()``
@@ -154,6 +154,9 @@ class Net(nn.Module):
             self.odd = nn.Parameter(torch.empty(0, 2))
         elif spec.odd == "unused":
             self.odd = nn.Parameter(torch.ones(1, 5))
+        elif spec.odd == "pair":  # autograd gives both gradients the same memory
+            self.odd = nn.Parameter(torch.ones(1, spec.dim))
+            self.pair = nn.Parameter(torch.ones(spec.dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.entry(x)
@@ -164,6 +167,8 @@ class Net(nn.Module):
                 x = checkpoint(block, x, use_reentrant=self.checkpoint == "reentrant")
             else:
                 x = block(x)
+        if hasattr(self, "pair"):
+            x = x + (self.odd.view(-1, 1) + self.pair.view(-1, 1)).view(-1).to(x.dtype)
         if self.scales:
             x = x * self.odd.to(x.dtype)
         return self.exit(x) * self.scale.to(x.dtype)
@@ -179,7 +184,8 @@ def build(spec: Spec) -> Net:
     dtype = _dtype(spec.dtype)
     for module in net.modules():  # not ``.to``: the odd parameter keeps its dtype
         for name, parameter in module._parameters.items():
-            if parameter is not None and name != "odd" and parameter.dtype != dtype:
+            odd = name == "odd" and spec.odd != "pair"
+            if parameter is not None and not odd and parameter.dtype != dtype:
                 parameter.data = parameter.data.to(dtype)
     if spec.odd in ("empty", "unused"):
         net.odd.data = net.odd.data.to(dtype)
