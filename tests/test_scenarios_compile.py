@@ -84,6 +84,25 @@ def growing_batches(run: Run) -> None:
                 run.record("eval", run.forward(run.batch(9)))
 
 
+@contextlib.contextmanager
+def compiled_autograd():
+    """The graph that it records runs eagerly: no release can compile one with FSDP2's callback."""
+    from torch._dynamo import compiled_autograd as module
+
+    enable = getattr(module, "_enable", None) or module.enable
+    with enable(lambda graph: graph):
+        yield
+
+
+def in_and_out_of_compiled_autograd(run: Run) -> None:
+    """Eager steps before and after one under compiled autograd, which is torch's own business."""
+    run.optimizer = sgd(run.module.parameters())
+    for step in range(4):
+        with compiled_autograd() if step in (1, 2) else contextlib.nullcontext():
+            backward(run, forward(run, f"step {step}", run.batch(step)))
+        update(run, f"step {step}")
+
+
 shallow = models.stack_of(depth=1)
 
 SCENARIOS = [
@@ -93,6 +112,9 @@ SCENARIOS = [
              like_plain=False, steps=growing_batches, timeout=180),
     Scenario(name="compiled model", shard=model_compiled("eager"), plain=compile_model("eager"),
              steps=growing_batches, timeout=180),
+    Scenario(name="in and out of compiled autograd", model=shallow, shard=shards.blocks(1),
+             size_one=None, like_plain=False, steps=in_and_out_of_compiled_autograd,
+             needs=("recorded compiled autograd",), timeout=180),
 ]  # fmt: skip
 
 

@@ -48,6 +48,8 @@ _CHECKS = {
     "ignored_params": lambda: _fully_shard_takes("ignored_params"),
     "share_comm_ctx": lambda: hasattr(_module("torch.distributed.fsdp"), "share_comm_ctx"),
     "compiled autograd": lambda: _fsdp_common_has("compiled_autograd_enabled"),
+    # 2.6 has it, and FSDP2's final callback fails under it.
+    "recorded compiled autograd": lambda: has("compiled autograd") and RELEASE >= (2, 7),
     "compiled autograd module": lambda: _module("torch._dynamo.compiled_autograd") is not None,
     "reduce divide factor": lambda: _divide_factor() is not None,
     "mem tracker": lambda: _module("torch.distributed._tools.fsdp2_mem_tracker") is not None,
