@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+import fsdp_skip1
 from support import models, shards, warmup
 from support.arms import Run, Scenario
 from support.results import arm_tests
@@ -94,13 +95,19 @@ def compiled_autograd():
         yield
 
 
-def in_and_out_of_compiled_autograd(run: Run) -> None:
-    """Eager steps before and after one under compiled autograd, which is torch's own business."""
-    run.optimizer = sgd(run.module.parameters())
-    for step in range(4):
-        with compiled_autograd() if step in (1, 2) else contextlib.nullcontext():
-            backward(run, forward(run, f"step {step}", run.batch(step)))
-        update(run, f"step {step}")
+def under_compiled_autograd(*steps: int):
+    """FSDP2 asks at its first forward whether it is on; then the model is torch's own business."""
+
+    def train(run: Run) -> None:
+        run.optimizer = sgd(run.module.parameters())
+        for step in range(4):
+            with compiled_autograd() if step in steps else contextlib.nullcontext():
+                backward(run, forward(run, f"step {step}", run.batch(step)))
+            update(run, f"step {step}")
+        if fsdp_skip1.is_enabled():
+            assert (fsdp_skip1.stats().all_gathers == 0) == (0 in steps)
+
+    return train
 
 
 shallow = models.stack_of(depth=1)
@@ -112,8 +119,14 @@ SCENARIOS = [
              like_plain=False, steps=growing_batches, timeout=180),
     Scenario(name="compiled model", shard=model_compiled("eager"), plain=compile_model("eager"),
              steps=growing_batches, timeout=180),
-    Scenario(name="in and out of compiled autograd", model=shallow, shard=shards.blocks(1),
-             size_one=None, like_plain=False, steps=in_and_out_of_compiled_autograd,
+    Scenario(name="compiled autograd", model=shallow, shard=shards.blocks(1), size_one=None,
+             like_plain=False, steps=under_compiled_autograd(0, 1, 2, 3),
+             needs=("recorded compiled autograd",), timeout=180),
+    Scenario(name="compiled autograd at first", model=shallow, shard=shards.blocks(1),
+             size_one=None, like_plain=False, steps=under_compiled_autograd(0, 1),
+             needs=("recorded compiled autograd",), timeout=180),
+    Scenario(name="compiled autograd now and then", model=shallow, shard=shards.blocks(1),
+             like_plain=False, steps=under_compiled_autograd(1, 2),
              needs=("recorded compiled autograd",), timeout=180),
 ]  # fmt: skip
 

@@ -279,6 +279,8 @@ class Unsharder:
             state = group.__dict__.get(ATTRIBUTE)
             if state is None or state.plan.left_to_torch is not None:
                 return
+            if not state.basis:  # ours has filled nothing since the last time
+                return
             filled = group._sharded_state is self.fsdp2.unsharded
             for fsdp_param in group.fsdp_params:
                 make_private(fsdp_param, filled=filled)
