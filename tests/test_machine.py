@@ -66,6 +66,8 @@ def _sound(spec: Spec) -> Spec:
     """Without what FSDP2 does not take."""
     if spec.wrap == "entry" and spec.tied:
         spec = replace(spec, tied=False)  # one parameter, two groups
+    if spec.odd == "empty":
+        spec = replace(spec, columns=False)  # no rows, no columns
     if not spec.param_dtype or spec.wrap == "inner":
         spec = replace(spec, output_dtype="")  # a block would not take what the last one gives
     return spec

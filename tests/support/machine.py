@@ -10,13 +10,17 @@ All of them, each with the place where it is made:
 (``_allows``); a gradient that arrives late (``_known_fault``). Inference mode before training: the
 stock arm makes its unsharded parameters before (``Arm._make_unsharded_parameters``).
 
-*Stock is wrong, and too confused to go on.* It frees a parameter that a graph still needs, where the
-plugin has nothing to free, after a forward through a part of a group: plain says whether the plugin
-was right, and the model ends (``_freed_too_early``). A sharded parameter gets lost by ``.to`` after
+*Stock is wrong, and too confused to go on.* It frees a parameter that a graph or a copy still needs,
+where the plugin has nothing to free, after a forward through a part of a group: plain says whether
+the plugin was right, and the model ends (``_freed_too_early``). A sharded parameter gets lost by ``.to`` after
 an exception in forward (``_loses_itself``); the process dies of reading freed memory (``_ask``).
 
 *Both are alike.* FSDP2 refuses the model at its first forward, and leaves it half-made
 (``_never_ready``).
+
+*The plugin does as plain does.* A graph from before ``load_state_dict(assign=True)``, ``.to`` or
+another swap of storages computes with the values that forward saw, in stock with those of now:
+such graphs are dropped before parameters change (``_changes_what_graphs_lost``).
 
 *The README says that they differ.* Parameters that change while they are unsharded: the model
 is resharded before (``_clear_the_way``), and no hook steps parameters that stay unsharded after
@@ -24,8 +28,8 @@ backward (``_allows``). A user's own memory for an unsharded parameter: compared
 unshard, when stock keeps it for good and the plugin goes back to the sharded parameter
 (``point_elsewhere`` in ``do``).
 
-*FSDP2 does not take it.* ``swap_tensors`` with gradients, in stock and plugin alike, where plain
-would do it; a block before the root's first forward, and no unshard in backward
+*FSDP2 does not take it.* Stock and plugin raise alike where plain is the measure (``_compare``); a
+block before the root's first forward, and no unshard in backward
 where backward needs the weight (``_allows``).
 
 [Note: what plain can say]
@@ -236,6 +240,8 @@ class Judge:
         self.steps_in_backward = False
         self.keeps_after_backward = False
         self.entry_stays_sharded = False
+        self.shared_graphs = False  # pending, and may look at memory that is shared
+        self.lost_graphs = False  # and at memory that no parameter has any more
         self.elsewhere = False  # a parameter has memory of the user's
         self._settle()
         reports = self._ask(spec)
@@ -259,8 +265,10 @@ class Judge:
         self.history.append(operation)
         self.steps[operation.name] += 1
         self._follow(operation)
+        shared_before = self.last[PLUGIN].facts["may_share"]
         reports = self._ask(operation)
         if reports:
+            self._watch_graphs(shared_before)
             self._compare(reports, operation.name)
 
     def _ask(self, request: Spec | Op) -> dict[str, Report]:
@@ -302,7 +310,6 @@ class Judge:
             name not in _PLAIN_FOLLOWS
             or arguments.get("action") == "off"
             or (name in _CHANGES and pending_graphs)
-            or arguments.get("how") == "swap_tensors"
             or (name == "setter" and arguments.get("where", -1) != -1)
         ):
             return False
@@ -362,16 +369,36 @@ class Judge:
         )
 
     def _clear_the_way(self, operation: Op) -> bool:
-        """Reshards before a parameter changes.
+        """Reshards before a parameter changes, and drops graphs that cannot see the change.
 
         Over shared memory, a change shows at once in a group that is unsharded, where stock goes
-        on with its copy of the old values. That is documented, and not compared.
+        on with its copy of the old values. That is documented, and not compared. Nor is backward
+        through a graph whose parameters have been given other memory since.
         """
+        if self._changes_what_graphs_lost(operation):
+            self._carry_out(Op("drop", {}))
         if operation.name not in ("step", "write", "load", "duplicate"):
             return True
         if self._in_danger():
             self._carry_out(Op("reshard", {}))
         return not self.over and not self._in_danger()
+
+    def _changes_what_graphs_lost(self, operation: Op) -> bool:
+        name = operation.name
+        assigns = bool(operation.arguments.get("assign"))
+        if self.shared_graphs and (name in ("swap", "to") or assigns):
+            self.lost_graphs = True
+        changes = name in ("step", "write", "load", "duplicate", "to") or (
+            name == "backward" and self.steps_in_backward
+        )
+        return self.lost_graphs and changes
+
+    def _watch_graphs(self, shared_before: bool) -> None:
+        facts = self.last[PLUGIN].facts
+        pending = bool(facts["graphs"] or self.last[PLAIN].facts["graphs"])
+        may_share = shared_before or facts["may_share"]
+        self.shared_graphs = pending and (self.shared_graphs or may_share)
+        self.lost_graphs = pending and self.lost_graphs
 
     def _in_danger(self) -> bool:
         facts = self.last[PLUGIN].facts
@@ -417,6 +444,9 @@ class Judge:
     def _compare(self, reports: dict[str, Report], during: str) -> None:
         plain, stock, plugin = (reports[kind] for kind in _KINDS)
         if _loses_itself(stock.error) or _never_ready(stock, plugin):
+            self.over = True
+            return
+        if not self.stock_counts and stock.error == plugin.error != "" and not plain.error:
             self.over = True
             return
         apart = self.stock_counts and plugin.error != stock.error
@@ -468,7 +498,7 @@ def _never_ready(stock: Report, plugin: Report) -> bool:
 
 
 def _freed_too_early(error: str) -> bool:
-    return "out of bounds for storage of size 0" in error
+    return "out of bounds for storage of size 0" in error or "invalid python storage" in error
 
 
 def _known_fault(error: str) -> bool:

@@ -8,6 +8,7 @@ is one method of :class:`Arm`; what the release or the model lacks is left out, 
 import copy
 import gc
 import io
+import itertools
 import pickle
 import sys
 import threading
@@ -537,7 +538,8 @@ class Arm:
             self.extra.clear()
             self.log.clear()
             counts.append(_live_tensors())
-        self.grown = counts[-1] - counts[1]
+        # A leak grows at every step; a cache that fills up somewhere does so once.
+        self.grown = min(after - before for before, after in itertools.pairwise(counts[1:]))
         if self.kind == PLUGIN and self.spec.kind != "branches":
             self.waiting = [
                 f"{name}: still copied although nobody holds its buffer any more"
@@ -829,7 +831,8 @@ class Arm:
             torch.utils.swap_tensors(parameter, other)
             self.net._apply(lambda t: t)
         elif how == "empty":
-            self.optimizer.zero_grad()
+            for parameter in self.parameters():
+                parameter.grad = None
             with torch.no_grad():
                 state = {n: v.clone() for n, v in self.net.state_dict().items()}
             try:
