@@ -16,6 +16,7 @@ from support.features import missing
 
 # Nothing of this goes over the network, and no library may try.
 ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
     "TRANSFORMERS_VERBOSITY": "error",

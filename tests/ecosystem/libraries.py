@@ -5,7 +5,15 @@ what its ranks would otherwise each import anew; ``ABSENT``, why it does not run
 and ``SCENARIOS``. They import the library itself inside functions, so that collecting is cheap.
 """
 
-from ecosystem import with_peft, with_torch, with_torchao, with_transformers
+from ecosystem import (
+    with_accelerate,
+    with_lightning,
+    with_peft,
+    with_torch,
+    with_torchao,
+    with_torchtitan,
+    with_transformers,
+)
 
 LIBRARIES = {
     module.__name__.partition("with_")[2]: module
@@ -14,8 +22,11 @@ LIBRARIES = {
         with_torchao,
         with_transformers,
         with_peft,
+        with_accelerate,
+        with_lightning,
+        with_torchtitan,
     )
-}  # fmt: skip
+}
 
 LIBRARY_OF = {
     scenario.name: library for library, module in LIBRARIES.items() for scenario in module.SCENARIOS

@@ -8,6 +8,7 @@ import copy
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as dsd
 from torch import nn
@@ -66,15 +67,13 @@ def state_dicts(**options) -> Callable[[Run, int], None]:
             run.kept["states"] = copy.deepcopy((model, optimizer))
         elif step == 1:
             model, optimizer = run.kept["states"]
-            if wanted.broadcast_from_rank0 and run.rank:
+            if wanted.broadcast_from_rank0 and not run.fsdp:
+                wanted = dsd.StateDictOptions()  # between DTensors only
+            elif wanted.broadcast_from_rank0 and run.rank:
                 model, optimizer = {}, {}
-            dsd.set_state_dict(
-                run.module,
-                run.optimizer,
-                model_state_dict=model,
-                optim_state_dict=optimizer,
-                options=wanted,
-            )
+            # One by one: set_state_dict takes an empty model state for "the optimizer alone".
+            dsd.set_model_state_dict(run.module, model, options=wanted)
+            dsd.set_optimizer_state_dict(run.module, run.optimizer, optimizer, options=wanted)
             record_parameters(run, "restored")
 
     return between
@@ -99,8 +98,15 @@ def async_save(run: Run, step: int) -> None:
         state = {"model": {k: torch.zeros_like(v) for k, v in state["model"].items()}}
         dcp.load(state, checkpoint_id=str(run.directory / f"step-{step - 1}"))
         record_nested(run, f"saved {step - 1}", state)
+    if step == 0:
+        # A thread works in it, while training uses the default one.
+        run.kept["group"] = dist.new_group(backend="gloo")
     state = {"model": dsd.get_model_state_dict(run.module)}
-    run.kept["saving"] = dcp.async_save(state, checkpoint_id=str(run.directory / f"step-{step}"))
+    run.kept["saving"] = dcp.async_save(
+        state,
+        checkpoint_id=str(run.directory / f"step-{step}"),
+        process_group=run.kept["group"],
+    )
     if step == 2:
         run.kept.pop("saving").result()
 
