@@ -1,12 +1,14 @@
 """lightning: Fabric and Trainer with ``ModelParallelStrategy``, and their checkpoints."""
 
+import contextlib
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from ecosystem.training import record_parameters, scenario
 from support import models
-from support.arms import Run, Scenario
+from support.arms import Run, Scenario, seed_everything
 from support.steps import loss_of
 
 PACKAGES = ("lightning",)
@@ -52,9 +54,9 @@ def fabric_steps(run: Run) -> None:
                 loss = loss_of(model(run.batch(step)))
                 fabric.backward(loss)
         run.record(f"{step}/loss", loss)
-        run.record_gradients(str(step))
         if step == 1:
             continue  # accumulates into the next
+        run.record_gradients(str(step))
         norm = fabric.clip_gradients(model, optimizer, max_norm=1.0)
         run.record(f"{step}/norm", float(norm))
         optimizer.step()
@@ -64,7 +66,13 @@ def fabric_steps(run: Run) -> None:
     record_parameters(run, "trained")
     fabric.load(run.directory / "checkpoint", state)
     record_parameters(run, "loaded")
-    loss_of(model(run.batch(9))).backward()
+    for index, held in enumerate(optimizer.state_dict()["state"].values()):
+        run.record_all(f"loaded/optimizer/{index}", held)
+    # Left alone, Fabric's FSDP2 modules would not reduce here: a no_backward_sync that was not
+    # enabled leaves them so.
+    with fabric.no_backward_sync(model, enabled=False):
+        fabric.backward(loss_of(model(run.batch(9))))
+    run.record_gradients("loaded")
     optimizer.step()
     record_parameters(run, "end")
 
@@ -76,7 +84,7 @@ def trainer_steps(run: Run) -> None:
     class Task(LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            torch.manual_seed(7)
+            seed_everything()
             self.stack = models.stack()
             self.sharded = False
 
@@ -99,12 +107,13 @@ def trainer_steps(run: Run) -> None:
         trainer = Trainer(
             accelerator="cpu", devices=1, max_steps=steps, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            accumulate_grad_batches=2,
+            accumulate_grad_batches=2, use_distributed_sampler=False,
             default_root_dir=run.directory, **options,
         )  # fmt: skip
         task = Task()
         data = torch.utils.data.DataLoader([run.batch(i) for i in range(8)], batch_size=None)
-        with run.count("step"):
+        # Loading a checkpoint gathers what it has found; that is no part of a step.
+        with run.count("step") if checkpoint is None else contextlib.nullcontext():
             trainer.fit(task, data, ckpt_path=checkpoint)
         run.module = task.stack
         record_parameters(run, run.kept["fit"])
