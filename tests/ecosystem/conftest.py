@@ -22,8 +22,6 @@ ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
     "WANDB_MODE": "disabled",
-    # Compiled code of an earlier run must not be what is tested.
-    "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
 }
 TIMEOUT_SECONDS = 600
 
@@ -68,17 +66,26 @@ class Libraries(results.Ledger):
         return [pickle.loads(result.read_bytes()) for _, result, _ in started]
 
     def _start(self, library, names, variable):
-        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(Path(__file__).parents[1])}
-        if variable:
-            environment["FSDP_SKIP1"] = variable
         result = self._directory / f"{library}-{variable or 'off'}.pickle"
-        log = result.with_suffix(".log")
-        with open(log, "w") as output:
-            command = [sys.executable, "-m", "ecosystem.worker", library, str(result), *names]
-            process = subprocess.Popen(
-                command, env=environment, cwd=self._directory, stdout=output, stderr=output
-            )
+        process, log = start(["worker", library, result, *names], self._directory, variable)
         return process, result, log
+
+
+def start(command: list, directory: Path, variable: str | None) -> tuple[subprocess.Popen, Path]:
+    """A module of this package as a process that knows of the plugin by FSDP_SKIP1 or not at all."""
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(Path(__file__).parents[1])}
+    # Arms may share compiled code, runs may not: that of an earlier one is not what is tested.
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(directory / "inductor")
+    if variable:
+        environment["FSDP_SKIP1"] = variable
+    module, *arguments = map(str, command)
+    log = directory / f"{module}-{arguments[0].rpartition('/')[2]}-{variable or 'off'}.log"
+    with open(log, "w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", f"ecosystem.{module}", *arguments],
+            env=environment, cwd=directory, stdout=output, stderr=output,
+        )  # fmt: skip
+    return process, log
 
 
 @pytest.fixture(scope="session")

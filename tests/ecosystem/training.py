@@ -16,7 +16,7 @@ ARMS = (STOCK, PLUGIN)
 
 def scenario(library: str, name: str, **kwargs: Any) -> Scenario:
     # CommDebugMode follows one forward and one backward; the dispatcher sees all collectives.
-    return Scenario(name=f"{library}: {name}", arms=ARMS, timeout=60.0, comm_mode=False, **kwargs)
+    return Scenario(name=f"{library}: {name}", arms=ARMS, timeout=180.0, comm_mode=False, **kwargs)
 
 
 def token_ids(run: Run, step: int, *shape: int) -> torch.Tensor:
