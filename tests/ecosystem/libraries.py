@@ -1,8 +1,8 @@
 """The libraries and their scenarios.
 
 Each ``with_*`` module describes one library: ``PACKAGES``, whose releases are printed; ``IMPORTS``,
-what its ranks would otherwise each import anew; ``ABSENT``, why it does not run beside this torch;
-and ``SCENARIOS``. They import the library itself inside functions, so that collecting is cheap.
+what its ranks would otherwise each import anew; and ``SCENARIOS``. They import the library itself
+inside functions, so that collecting is cheap.
 """
 
 from ecosystem import (

@@ -23,7 +23,6 @@ IMPORTS = (
     "trl",
     "trl.trainer.sft_trainer",
 )
-ABSENT = ""
 
 
 def switch_on(accelerator, **options) -> None:

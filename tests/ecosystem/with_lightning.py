@@ -17,7 +17,6 @@ IMPORTS = (
     "lightning.fabric.strategies.model_parallel",
     "lightning.pytorch.strategies.model_parallel",
 )
-ABSENT = ""
 
 
 def shard(model: nn.Module, mesh) -> nn.Module:

@@ -16,7 +16,6 @@ IMPORTS = (
     "transformers.generation.utils",
     "transformers.models.llama.modeling_llama",
 )
-ABSENT = ""
 
 
 def adapted(base: Callable[[], nn.Module] = llama, **config) -> Callable[[], nn.Module]:

@@ -29,7 +29,6 @@ IMPORTS = (
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.pipelining",
 )
-ABSENT = ""
 
 
 def loss(run: Run, step: int) -> torch.Tensor:

@@ -11,7 +11,6 @@ from support.steps import loss_of
 
 PACKAGES = ("torchao",)
 IMPORTS = ("torchao.float8", "torchao.prototype.quantized_training", "torchao.quantization")
-ABSENT = ""
 
 DIM = 32  # float8 wants multiples of 16
 

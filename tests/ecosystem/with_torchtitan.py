@@ -20,7 +20,6 @@ IMPORTS = (
     if FIRST
     else ("torchtitan.distributed.fsdp", "torchtitan.models.llama3")
 )
-ABSENT = ""
 
 VOCAB = 2048
 

@@ -18,7 +18,6 @@ IMPORTS = (
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "transformers.models.t5.modeling_t5",
 )
-ABSENT = ""
 
 # Special tokens: none, so that generate() never stops early.
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
