@@ -15,6 +15,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.pop("FSDP_SKIP1", None)
 
 import gc
+import importlib.util
 from collections import Counter
 
 import pytest
@@ -22,6 +23,9 @@ import pytest
 from support import arms, cpu_streams, features, machine, results, standins, warmup
 
 cpu_streams.install_if_lacking()
+
+# These have tox environments of their own, with the libraries in them.
+collect_ignore = [] if importlib.util.find_spec("torchtitan") else ["ecosystem"]
 
 
 def pytest_configure(config):

@@ -90,6 +90,8 @@ class Outcome:
     records: dict[str, Image] = field(default_factory=dict)
     counts: dict[str, Counts] = field(default_factory=dict)
     error: str = ""
+    #: What the plugin said that it skipped; None where it was not loaded (tests/ecosystem).
+    skipped: dict[str, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

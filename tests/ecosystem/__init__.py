@@ -1,0 +1,1 @@
+"""Trainers that people use, unchanged, with the plugin switched on by its variable alone."""
