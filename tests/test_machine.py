@@ -1,8 +1,8 @@
 """A state machine that tries everything: random models, then random sequences of operations.
 
-``FSDP_SKIP1_MACHINE_STEPS`` says how many steps at least (``tox run -e torch28-long`` asks for more), and
-``FSDP_SKIP1_MACHINE_SEED`` begins elsewhere. A failure prints the shortest sequence that was found; put
-it into ``test_machine_faults``.
+``FSDP_SKIP1_MACHINE_STEPS`` says how many steps at least (``tox run -e torch28-long`` asks for more),
+and ``FSDP_SKIP1_MACHINE_SEED`` begins elsewhere. A failure prints the shortest sequence that was
+found; put it into ``test_machine_faults``.
 """
 
 import math

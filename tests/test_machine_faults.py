@@ -15,6 +15,31 @@ FAULTS = {
         op.point_elsewhere(which=0),
         op.toggle(action="off"),
     ),
+    # Found in the plugin with one line changed, and rare enough to be worth a line here.
+    "two gradients do not share their memory": (
+        Spec(odd="pair"),
+        op.forward(),
+        op.backward(which=-1),
+        op.scale_grads(factor=0.5),
+    ),
+    "a graph of stock's finds its parameters in backward under the plugin": (
+        Spec(on=False),
+        op.forward(),
+        op.toggle(action="on"),
+        op.backward(which=-1),
+    ),
+    "private buffers made in inference mode can train": (
+        Spec(zero_copy=False),
+        op.forward(mode="inference"),
+        op.train(),
+    ),
+    "new storage is seen at the next forward": (
+        Spec(),
+        op.forward(),
+        op.backward(which=-1),
+        op.load(assign=True),
+        op.forward(),
+    ),
 }
 
 
