@@ -40,6 +40,7 @@ def main() -> None:
         dist.all_reduce(loss.detach())  # for the report only
         if rank == 0:
             print(f"step {step}  loss {loss.item() / world:.6f}")
+    dist.barrier()  # a rank that leaves early can abort those that are still talking to it
     dist.destroy_process_group()
 
 

@@ -228,6 +228,7 @@ def main() -> None:
     dist.init_process_group("nccl" if on_cuda else "gloo")
     try:
         train(args)
+        dist.barrier()  # a rank that leaves early can abort those that are still talking to it
     finally:
         dist.destroy_process_group()
 

@@ -14,6 +14,7 @@ from support.steps import adamw, backward, forward, loss_of, sgd, tokens, train,
 
 pytestmark = pytest.mark.scenario
 
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -218,18 +219,26 @@ def module_hooks(run: Run) -> None:
         update(run, f"step {step}")
 
 
-def all_reduce_hook(run: Run) -> None:
-    shards.blocks(*([2, 1] if run.world == 2 else [1]))(run)
-    # The plain arm has one element a parameter where the hook has one a group.
-    for module in run.fsdp_modules():
-        module.set_all_reduce_hook(lambda gradients: gradients.mul_(0.5))
+def shrink(gradients: torch.Tensor) -> None:
+    """Not linear: a sum that is divided later would come out differently."""
+    gradients.mul_(0.5).clamp_(-0.05, 0.05)
 
 
-def halve(run: Run, step: int) -> None:
+def all_reduce_hook(apply: shards.Apply) -> shards.Apply:
+    def shard(run: Run) -> None:
+        apply(run)
+        # The plain arm has one element a parameter where the hook has one a group.
+        for module in run.fsdp_modules():
+            module.set_all_reduce_hook(shrink)
+
+    return shard
+
+
+def shrink_by_hand(run: Run, step: int) -> None:
     """What the hook does, in the plain arm, before an update sees the gradients."""
     if not run.fsdp:
         for parameter in run.module.parameters():
-            parameter.grad.mul_(0.5)
+            shrink(parameter.grad)
 
 
 # - Optimizers, clipping, scaling
@@ -326,6 +335,45 @@ def under_a_profiler(run: Run) -> None:
         update(run, f"step {step}")
 
 
+# - Modules in a user's hands
+
+
+class Noted(nn.Linear):
+    """Brings a ``__setattr__`` of its own, which FSDP2 goes through."""
+
+    def __setattr__(self, name, value):
+        self.__dict__["noted"] = self.__dict__.get("noted", 0) + (name == "weight")
+        super().__setattr__(name, value)
+
+
+def modules_changed(run: Run) -> None:
+    """What hangs off a module is replaced once training runs; then the module's class."""
+    run.optimizer = sgd(run.module.parameters())
+    for step in range(4):
+        backward(run, forward(run, f"step {step}", run.batch(step)))
+        update(run, f"step {step}")
+        if step == 1:
+            for module in run.module.modules():
+                module.__dict__["_parameters"] = dict(module._parameters)
+        if step == 2:
+            run.module.blocks[0].up.__class__ = Noted
+    run.record("noted", torch.tensor(run.module.blocks[0].up.noted if run.fsdp else 0))
+
+
+def sparse_gradients(run: Run) -> None:
+    """Refused, in the words of torch."""
+    try:
+        loss_of(run.module(tokens(run, 0))).backward()
+    except (NotImplementedError, RuntimeError) as error:
+        run.record("refused", torch.tensor(list(str(error).encode())))
+    else:
+        raise AssertionError("not refused")
+
+
+def sparse() -> nn.Module:
+    return nn.Sequential(nn.Embedding(models.VOCAB, models.DIM, sparse=True), models.Block())
+
+
 SCENARIOS = [
     # Passes
     Scenario(name="several forwards before one backward", shard=shards.blocks(1),
@@ -363,10 +411,18 @@ SCENARIOS = [
     Scenario(name="post-accumulate hooks on accumulation", shard=shards.blocks(1),
              steps=hook_on_accumulation),
     Scenario(name="module and tensor hooks", shard=shards.blocks(1), steps=module_hooks),
-    Scenario(name="all-reduce hook", shard=all_reduce_hook, steps=train(after_backward=halve),
+    Scenario(name="all-reduce hook", shard=all_reduce_hook(shards.blocks(1)),
+             steps=train(after_backward=shrink_by_hand),
              needs=("FSDPModule.set_all_reduce_hook",)),
-    Scenario(name="all-reduce hook, hsdp", shard=all_reduce_hook, world=2, replicas=2,
-             steps=train(after_backward=halve), needs=("FSDPModule.set_all_reduce_hook",)),
+    Scenario(name="all-reduce hook, hsdp", shard=all_reduce_hook(shards.blocks(2, 1)), world=2,
+             replicas=2, steps=train(after_backward=shrink_by_hand),
+             needs=("FSDPModule.set_all_reduce_hook",)),
+    Scenario(name="all-reduce hook, hsdp, bf16", world=2, like_plain=False,
+             shard=all_reduce_hook(shards.blocks(2, 1, mp_policy=BF16)), steps=train(),
+             needs=("FSDPModule.set_all_reduce_hook", "gloo averages")),
+    Scenario(name="all-reduce hook, replicate", shard=all_reduce_hook(shards.replicated(2)),
+             world=2, replicas=2, steps=train(after_backward=shrink_by_hand),
+             needs=("FSDPModule.set_all_reduce_hook", "replicate_with_fsdp")),
     # Optimizers
     Scenario(name="clip_grad_norm_", shard=shards.blocks(1), like_plain=False,
              steps=train(after_backward=clipped(None))),
@@ -402,6 +458,10 @@ SCENARIOS = [
              steps=parameters_changed),
     Scenario(name="parameters changed between steps, bf16", like_plain=False,
              shard=shards.blocks(1, mp_policy=MIXED), steps=parameters_changed),
+    Scenario(name="modules changed", shard=shards.blocks(1), like_plain=False,
+             steps=modules_changed),
+    Scenario(name="sparse gradients", model=sparse, shard=shards.root(1), like_plain=False,
+             steps=sparse_gradients),
     Scenario(name="under a profiler", shard=shards.blocks(1), steps=under_a_profiler),
 ]  # fmt: skip
 

@@ -62,6 +62,9 @@ class Reducer:
             if mesh_info is not seen and shard_mesh_size(self._fsdp2, mesh_info) != 1:
                 return False
             seen = mesh_info
+        for grad in call.grads:
+            if grad.layout is not torch.strided:  # FSDP2 says that it cannot do that
+                return False
         return special_case(call.fsdp_params) is None
 
     def _reduce(self, call: ReduceArgs) -> tuple[Any, ...]:
@@ -157,6 +160,7 @@ class Reducer:
             work = dist.all_reduce(flat, group=replicas, op=division.op, async_op=True)
 
             def finish() -> None:
+                division.averaging(flat)
                 division.after(flat)
                 _accumulate_views(call, flat, sizes, reduce, self._wrap)
 
@@ -165,6 +169,7 @@ class Reducer:
         with device_module.stream(reduce):
             if replicas is not None and replicas.size() > 1:
                 dist.all_reduce(flat, group=replicas, op=division.op)
+            division.averaging(flat)
             if call.all_reduce_hook is not None:
                 call.all_reduce_hook(flat)
             reduced = _record(reduce, call.device)
@@ -198,12 +203,17 @@ class Division:
     """Where the gradient is divided, and by what.
 
     A factor divides the sum over replicas once. Stock divides twice where it splits the factor
-    around the reduction (fp16, forced sums) and then copies with a division besides.
+    around the reduction (fp16, forced sums) and then copies with a division besides. Where an
+    average is made of a sum and a division, that division is part of the collective: all-reduce
+    hooks come after it, and before what else there is to divide.
     """
 
-    __slots__ = ("_after", "_before", "op")
+    __slots__ = ("_after", "_average", "_before", "op")
 
-    def __init__(self, before: float | None, after: float | None, op: Any) -> None:
+    def __init__(
+        self, before: float | None, after: float | None, op: Any, average: float | None = None
+    ) -> None:
+        self._average = None if average == 1 else average
         self._before = None if before == 1 else before
         self._after = None if after == 1 else after
         self.op = op
@@ -211,6 +221,10 @@ class Division:
     def before(self, flat: torch.Tensor) -> None:
         if self._before is not None:
             flat.div_(self._before)
+
+    def averaging(self, flat: torch.Tensor) -> None:
+        if self._average is not None:
+            flat.div_(self._average)
 
     def after(self, flat: torch.Tensor) -> None:
         if self._after is not None:
@@ -249,7 +263,7 @@ class Division:
             before, after, _, op = split
         if op == dist.ReduceOp.AVG and call.device.type == "cpu":
             # gloo's average is this sum and division, bit for bit, and until 2.7 it had none.
-            return cls(before, float(size), dist.ReduceOp.SUM)
+            return cls(before, after, dist.ReduceOp.SUM, float(size))
         return cls(factor if by_hand and op != dist.ReduceOp.AVG else before, after, op)
 
 

@@ -161,12 +161,17 @@ _SCALARS = frozenset({int, float, bool, str, torch.dtype, torch.device})
 
 
 class Places:
-    """Where the parameters of one group are registered: plain ``_parameters`` dicts."""
+    """Where the parameters of one group are registered: in the ``_parameters`` of their modules.
 
-    __slots__ = ("slots",)
+    What hangs off a module is looked up each time, since users replace it.
+    """
 
-    def __init__(self, slots: list[tuple[Any, tuple[tuple[dict[str, Any], str], ...]]]) -> None:
+    __slots__ = ("_classes", "slots")
+
+    def __init__(self, slots: list[tuple[Any, tuple[tuple[nn.Module, str], ...]]]) -> None:
         self.slots = slots
+        modules = {id(module): module for _, places in slots for module, _ in places}
+        self._classes = [(module, type(module)) for module in modules.values()]
 
     @classmethod
     def of(cls, group: Any) -> Places | None:
@@ -174,17 +179,18 @@ class Places:
         slots = []
         for fsdp_param in group.fsdp_params:
             info = fsdp_param._module_info
-            places = []
-            pairs = [
+            places = [
                 (info.module, info.param_name),
                 *zip(info.shared_modules, info.shared_param_names),
             ]
-            for module, name in pairs:
-                if type(module).__setattr__ is not nn.Module.__setattr__:
-                    return None
-                places.append((module._parameters, name))
+            if any(type(m).__setattr__ is not nn.Module.__setattr__ for m, _ in places):
+                return None
             slots.append((fsdp_param, tuple(places)))
         return cls(slots)
+
+    def hold(self) -> bool:
+        """Whether every module is still of the class that was looked at."""
+        return all([type(module) is cls for module, cls in self._classes])
 
 
 def _registration(fsdp2: Fsdp2) -> list[tuple[Any, str, Any]]:
@@ -213,8 +219,8 @@ def _registration(fsdp2: Fsdp2) -> list[tuple[Any, str, Any]]:
             param = fsdp_param._unsharded_param
             if fsdp_param.sharded_param.requires_grad != param.requires_grad:
                 param.requires_grad_(fsdp_param.sharded_param.requires_grad)
-            for parameters, name in where:
-                parameters[name] = param
+            for module, name in where:
+                module._parameters[name] = param
             fsdp_param.sharded_state = fsdp2.unsharded
         group._sharded_state = fsdp2.unsharded
         return None
@@ -225,8 +231,8 @@ def _registration(fsdp2: Fsdp2) -> list[tuple[Any, str, Any]]:
             return wrapped(*args, **kwargs)
         # Shared memory: there is nothing to free.
         for fsdp_param, where in places.slots:
-            for parameters, name in where:
-                parameters[name] = fsdp_param.sharded_param
+            for module, name in where:
+                module._parameters[name] = fsdp_param.sharded_param
             fsdp_param.sharded_state = fsdp2.sharded
         group._sharded_state = fsdp2.sharded
         return None
@@ -243,7 +249,7 @@ def _places(group: Any) -> Places | None:
     if places is None and not state.places_tried:
         state.places_tried = True
         places = state.places = Places.of(group)
-    return places
+    return places if places is not None and places.hold() else None
 
 
 # -- DTensor construction ----------------------------------------------------------------------

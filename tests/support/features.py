@@ -52,6 +52,7 @@ _CHECKS = {
     "recorded compiled autograd": lambda: has("compiled autograd") and RELEASE >= (2, 7),
     "compiled autograd module": lambda: _module("torch._dynamo.compiled_autograd") is not None,
     "reduce divide factor": lambda: _divide_factor() is not None,
+    "gloo averages": lambda: RELEASE >= (2, 8),
     "mem tracker": lambda: _module("torch.distributed._tools.fsdp2_mem_tracker") is not None,
     "grad_dtype": lambda: hasattr(torch.Tensor, "grad_dtype"),
 }
