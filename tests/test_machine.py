@@ -1,6 +1,6 @@
 """A state machine that tries everything: random models, then random sequences of operations.
 
-``FSDP_SKIP1_MACHINE_STEPS`` says how many steps at least (``tox run -e torch28-long`` asks for more),
+``FSDP_SKIP1_MACHINE_STEPS`` says how many steps, about (``tox run -e torch28-long`` asks for more),
 and ``FSDP_SKIP1_MACHINE_SEED`` begins elsewhere. A failure prints the shortest sequence that was
 found; put it into ``test_machine_faults``.
 """
@@ -21,9 +21,9 @@ from support.machine_arm import Spec, op
 
 STEPS = int(os.environ.get("FSDP_SKIP1_MACHINE_STEPS", "600"))
 SEED = int(os.environ.get("FSDP_SKIP1_MACHINE_SEED", "1"))
-_MODELS = 50  # a test
+_MODELS = min(50, math.ceil(STEPS / 16))  # a test
 _LENGTH = 24  # operations a model; some do not apply, and some are many steps
-_CHUNK = 1250  # steps that a test makes at least
+_CHUNK = 1250  # steps of a test, about
 
 FLOATS = ("float32", "bfloat16", "float16")
 MESHES = [(1,), (1, 1)] + [()] * features.has("replicate_with_fsdp")

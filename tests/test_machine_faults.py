@@ -33,6 +33,15 @@ FAULTS = {
         op.forward(mode="inference"),
         op.train(),
     ),
+    "a group that is not to be unsharded in backward stays sharded": (
+        Spec(wrap="entry"),
+        op.unshard(where=-2),
+        op.hook(kind="gradient", which=0),
+        op.reshard(),
+        op.setter(name="set_unshard_in_backward", value=False, where=-2),
+        op.forward(),
+        op.backward(which=-1),
+    ),
     "new storage is seen at the next forward": (
         Spec(),
         op.forward(),

@@ -644,16 +644,26 @@ class Arm:
             parameter = owner._parameters[attribute]
             if self.fsdp and parameter is self._which(which):
                 return  # sharded: such a hook would never fire
-            self.hooks.append(parameter.register_hook(lambda grad: grad * 0.5))
+            self.hooks.append(parameter.register_hook(self._halve))
         elif kind == "module":
-            look = lambda module, before, after: self.log.append(Image.of(after[0]))  # noqa: E731
+            look = lambda module, before, after: self._look_inside(after[0])  # noqa: E731
             self.hooks.append(self._module(where).register_full_backward_hook(look))
         else:
-            look = lambda module, args, output: self.log.append(Image.of(output))  # noqa: E731
+            look = lambda module, args, output: self._look_inside(output)  # noqa: E731
             self.hooks.append(self._module(where).register_forward_hook(look))
 
     def _look(self, parameter: torch.Tensor) -> None:
         self.log.append(Image.of(parameter.grad))
+
+    def _halve(self, grad: torch.Tensor) -> torch.Tensor:
+        self._look_inside(grad)
+        return grad * 0.5
+
+    def _look_inside(self, tensor: torch.Tensor) -> None:
+        """In the middle of a pass: a tensor, and which groups are unsharded."""
+        self.log.append(Image.of(tensor))
+        if self.fsdp:
+            self.log.append(Image.of(str([group._sharded_state.name for group in self.groups()])))
 
     def unhook(self) -> None:
         for handle in self.hooks:
