@@ -190,7 +190,7 @@ class Places:
 
     def hold(self) -> bool:
         """Whether every module is still of the class that was looked at."""
-        return all([type(module) is cls for module, cls in self._classes])
+        return all(type(module) is cls for module, cls in self._classes)
 
 
 def _registration(fsdp2: Fsdp2) -> list[tuple[Any, str, Any]]:
