@@ -50,7 +50,9 @@ def test_the_interface_is_as_written(block):
 def test_commands_exist(command, capsys):
     words = [word for word in shlex.split(command) if not re.match(r"\w+=", word)]
     if words[0] == "tox":
-        asked = [env for env in words[2:] if not env.startswith("-")]
+        ours, _, given = " ".join(words).partition(" -- ")
+        assert not given or (ROOT / given).exists()
+        asked = [env for env in ours.split()[2:] if not env.startswith("-")]
         known = (ROOT / "tox.ini").read_text()
         for env in ",".join(asked).split(",") if asked else []:
             factors = env.removeprefix("torch").split("-")
@@ -74,7 +76,7 @@ def test_files_that_are_named_exist(page):
     links = re.findall(r"\]\(([^)#]+)\)", text)
     named = re.findall(r"`([\w/]+\.(?:py|md))`", text)
     assert links or named
-    places = [(ROOT / page).parent, ROOT, ROOT / "src", ROOT / "src/fsdp_skip1"]
+    places = [(ROOT / page).parent, ROOT, ROOT / "src", ROOT / "src/fsdp_skip1", ROOT / "examples"]
     for path in [*links, *named]:
         if "://" not in path:
             assert any((place / path).exists() for place in places), path
