@@ -148,7 +148,7 @@ class Unsharder:
 
     def _must_stand_aside(self, group: Any) -> bool:
         # 2.6 - 2.11: torch's own method has to be traced while compiled autograd is on.
-        if not self.fsdp2.traceable or not self.fsdp2.compiled_autograd_enabled():
+        if not self.fsdp2.compiled_autograd_enabled():
             return False
         self._hand_back(group)
         return True
