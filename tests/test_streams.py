@@ -330,6 +330,8 @@ BROKEN = ("offloaded", "extension, scaled", "optimizer beside", "replicas, later
 SPARE = {
     # torch wants an event for it, and waits for ``done``, which is later on the same stream.
     ("early", "reduce.py: reduced = _record(reduce, call.device)"),
+    # autograd waits for the streams on which its leaves computed; this is for sums beside those.
+    ("early", "steady.py: group._post_reduce_event = stream.record_event()"),
 }
 WAITS = {"wait_event": "deaf", "wait_stream": "deaf", "_record": "early", "record_event": "early"}
 

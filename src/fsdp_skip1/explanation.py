@@ -404,7 +404,7 @@ def _groups(model: Any) -> Iterator[_Group]:
     state_class = getattr(states, "FSDPState", None)
     if state_of is None or state_class is None:
         return
-    from fsdp_skip1.patch import groups_of
+    from fsdp_skip1.releases import groups_of
 
     names = {id(module): name for name, module in model.named_modules()}
     seen: set[int] = set()

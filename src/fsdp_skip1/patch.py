@@ -31,7 +31,8 @@ from fsdp_skip1.notices import announce, heard, log, rank, warn_once
 from fsdp_skip1.plan import shard_mesh_size
 from fsdp_skip1.points import PatchPoint, is_ours, without_ours
 from fsdp_skip1.reduce import Reducer
-from fsdp_skip1.releases import NotUnderstood, read
+from fsdp_skip1.releases import NotUnderstood, groups_of, read
+from fsdp_skip1.steady import Stepper
 from fsdp_skip1.unshard import ATTRIBUTE, Unsharder, adopted_groups
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 _unsharder: Unsharder | None = None
 _reducer: Reducer | None = None
+_stepper: Stepper | None = None
 _options: dict[str, bool] = {}
 # What is replaced at this moment; while off, what somebody else's wrapper still leads to.
 _points: list[PatchPoint] = []
@@ -134,7 +136,7 @@ def taken_over(group: Any) -> str | None:
 
 
 def _install(fsdp2: Fsdp2, zero_copy: bool) -> None:
-    global _unsharder, _reducer
+    global _unsharder, _reducer, _stepper
     _tidy_places()
     wanted: list[tuple[Any, str, Callable[[PatchPoint], Wrapping]]] = []
     for cls in fsdp2.group_classes:
@@ -147,7 +149,8 @@ def _install(fsdp2: Fsdp2, zero_copy: bool) -> None:
             f"fsdp_skip1 leaves the reduction of gradients alone: {fsdp2.reduce_reason}.",
         )
     wanted.append((fsdp2.state_class, "_root_pre_forward", _root_pre_forward))
-    for owner, name, wrapper in trims.patches(fsdp2):
+    stepper = Stepper.of(fsdp2) if "steady" in trims.chosen() else None
+    for (owner, name), wrapper in trims.patches(fsdp2, stepper.patches() if stepper else ()):
         # A trim stands in for torch's code, not for somebody else's.
         if others.is_untouched(without_ours(vars(owner).get(name))):
             wanted.append((owner, name, _while_on(wrapper)))
@@ -171,26 +174,31 @@ def _install(fsdp2: Fsdp2, zero_copy: bool) -> None:
         if fsdp2.reduce is not None
         else None
     )
+    _stepper = stepper
+    if stepper is not None:
+        stepper.begin()
     _unsharder = Unsharder(fsdp2, zero_copy=zero_copy, on_adopt=_on_adopt)
     announce("on", "on: torch %s, zero_copy=%s", torch.__version__, zero_copy)
 
 
 def remove() -> None:
     """Restore every live parameter group and torch's methods. Idempotent."""
-    global _unsharder, _reducer
+    global _unsharder, _reducer, _stepper
     with _changing:
-        unsharder, reducer = _unsharder, _reducer
+        unsharder, reducer, stepper = _unsharder, _reducer, _stepper
         groups = adopted_groups()
         try:
             if reducer is not None:
                 reducer.stop()
         except Exception as error:
             warn_once("reduce-failed", f"fsdp_skip1 could not finish all-reduces: {error!r}")
+        if stepper is not None:
+            stepper.stop()
         if unsharder is not None:
             # While ours is still in place: it passes through from here on, and another thread
             # may be between an unshard of ours and its end.
             unsharder.stop(lambda group: group.unshard())
-        _unsharder = _reducer = None
+        _unsharder = _reducer = _stepper = None
         staying = [point for point in reversed(_points) if not point.remove()]
         for point in staying:
             log(
@@ -280,6 +288,8 @@ def _root_pre_forward(point: PatchPoint) -> Wrapping:
         if state._is_root is not False and not torch.compiler.is_compiling():
             _look_again()
             _look_for_reload(unsharder)
+            if _stepper is not None:
+                _stepper.look_again()
         event = state._state_ctx.post_optim_event
         result = wrapped(*args, **kwargs)
         if event is not None and state._state_ctx.post_optim_event is None:
@@ -287,6 +297,8 @@ def _root_pre_forward(point: PatchPoint) -> Wrapping:
             if any(shard_mesh_size(unsharder.fsdp2, g.mesh_info) == 1 for g in groups):
                 state._device_handle.current_stream().wait_event(event)
         if state._is_root and not torch.compiler.is_compiling():
+            if _stepper is not None:
+                _stepper.hooks.take(state)
             _tell_of(state)
         return result
 
@@ -310,15 +322,6 @@ def _tell_of(root: Any) -> None:
             log(level, "%s", first_forward(root))
         except Exception as error:
             log("debug", "the totals could not be told: %r", error)
-
-
-def groups_of(state: Any) -> list[Any]:
-    """The parameter groups of one FSDP2 state."""
-    many = getattr(state, "_fsdp_param_groups", None)  # 2.12+
-    if many is not None:
-        return list(many)
-    one = state._fsdp_param_group
-    return [] if one is None else [one]
 
 
 def _while_on(wrapper: Wrapping) -> Callable[[PatchPoint], Wrapping]:

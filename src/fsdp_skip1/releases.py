@@ -231,6 +231,7 @@ class Fsdp2:
     unsharded: Any
     forward: Any  # TrainingState members
     pre_backward: Any
+    training_states: Any
     mesh_info: Any  # the module that defines FSDPMeshInfo and, from 2.10, DDPMeshInfo
     traceable: bool  # 2.6 - 2.11: torch.compile may trace into FSDP2 itself
     compiled_autograd_enabled: Callable[[], bool]
@@ -337,6 +338,15 @@ def functorch_active() -> bool:
     return bool(probe()) if probe is not None else False
 
 
+def groups_of(state: Any) -> list[Any]:
+    """The parameter groups of one FSDP2 state."""
+    many = getattr(state, "_fsdp_param_groups", None)  # 2.12+
+    if many is not None:
+        return list(many)
+    one = state._fsdp_param_group
+    return [] if one is None else [one]
+
+
 def copies_instead(function: Any) -> bool:
     """Whether stock copies at shard size 1, where older releases issue a collective.
 
@@ -409,6 +419,7 @@ def read() -> Fsdp2:
         unsharded=_attribute(sharded_state, "UNSHARDED"),
         forward=_attribute(training_state, "FORWARD"),
         pre_backward=_attribute(training_state, "PRE_BACKWARD"),
+        training_states=training_state,
         mesh_info=common,
         traceable=hasattr(common, "compiled_autograd_enabled"),
         compiled_autograd_enabled=getattr(common, "compiled_autograd_enabled", lambda: False),

@@ -9,6 +9,7 @@ those to keep, separated by commas.
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -21,18 +22,26 @@ from fsdp_skip1.releases import functorch_active, has_attributes
 from fsdp_skip1.unshard import ATTRIBUTE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
+    from fsdp_skip1.points import Wrapping
     from fsdp_skip1.releases import Fsdp2
+    from fsdp_skip1.unshard import GroupState
+
+    # What is replaced: owner and attribute, and the wrapt wrapper.
+    Patch = tuple[Any, str, Wrapping]
 
 VARIABLE = "FSDP_SKIP1_TRIMS"
 
 REASONS = {
     "ranges": "a profiler range records nothing while no profiler runs, yet costs two operators",
     "post_backward_function": "from torch 2.13 on its apply() inspects a signature at every call",
+    "post_backward_view": "with one input, a view with a hook does what a Python Function does",
     "registration": "parameters are put on their modules through four calls each",
     "dtensor": "constructing a DTensor passes two decorators around an __init__ that does nothing",
     "dynamo_disable": "torch.compile's off-switch is wrapped anew at every backward hook",
+    "steady": "a settled group decides nothing, yet torch's methods take hundreds of calls a step",
+    "pre_backward_hook": "the output is searched for tensors, of which it mostly is one",
     "typecheck": "2.15 opens a context for annotations that nobody uses",
 }
 
@@ -47,21 +56,34 @@ def chosen() -> frozenset[str]:
     return frozenset(name.strip() for name in value.split(",")) & frozenset(REASONS)
 
 
-def patches(fsdp2: Fsdp2) -> list[tuple[Any, str, Any]]:
-    """What the chosen trims replace: owner, attribute, wrapt wrapper or plain replacement."""
+def patches(
+    fsdp2: Fsdp2, first: Iterable[Patch] = ()
+) -> Iterable[tuple[tuple[Any, str], Wrapping]]:
+    """What the chosen trims replace: owner and attribute, and the wrapt wrapper.
+
+    Args:
+        fsdp2: the FSDP2 that is loaded.
+        first: wrappers that come before those of the trims, around them.
+    """
     names = chosen()
-    found: list[tuple[Any, str, Any]] = []
-    if "ranges" in names:
-        found += _ranges(fsdp2)
-    if "post_backward_function" in names:
-        found += _post_backward_function(fsdp2)
-    if "registration" in names:
-        found += _registration(fsdp2)
-    if "dynamo_disable" in names:
-        found += _dynamo_disable(fsdp2)
-    if "typecheck" in names:
-        found += _typecheck(fsdp2)
-    return found
+    found: dict[tuple[Any, str], Wrapping] = {}
+    for name, make in _TRIMS.items():
+        if name in names:
+            found.update({(owner, attribute): wrapper for owner, attribute, wrapper in make(fsdp2)})
+    for owner, attribute, wrapper in first:
+        inner = found.get((owner, attribute))
+        found[owner, attribute] = wrapper if inner is None else _around(inner, wrapper)
+    return found.items()
+
+
+def _around(inner: Wrapping, outer: Wrapping) -> Wrapping:
+    def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def then(*args: Any, **kwargs: Any) -> Any:
+            return inner(wrapped, instance, args, kwargs)
+
+        return outer(then, instance, args, kwargs)
+
+    return call
 
 
 def _ours(group: Any) -> bool:
@@ -75,7 +97,7 @@ def _ours(group: Any) -> bool:
 _NO_RANGE = contextlib.nullcontext()
 
 
-def _ranges(fsdp2: Fsdp2) -> list[tuple[Any, str, Any]]:
+def _ranges(fsdp2: Fsdp2) -> list[Patch]:
     if not hasattr(fsdp2.group_module, "record_function"):
         return []
 
@@ -95,7 +117,7 @@ def _observed() -> bool:
 # -- the post-backward function ----------------------------------------------------------------
 
 
-def _post_backward_function(fsdp2: Fsdp2) -> list[tuple[Any, str, Any]]:
+def _post_backward_function(fsdp2: Fsdp2) -> list[Patch]:
     stock = getattr(fsdp2.group_module, "RegisterPostBackwardFunction", None)
     if not isinstance(stock, type) or not issubclass(stock, torch.autograd.Function):
         return []
@@ -119,6 +141,7 @@ def _post_backward_function(fsdp2: Fsdp2) -> list[tuple[Any, str, Any]]:
             return (None, *grads)
 
     plain = (torch.Tensor, nn.Parameter)
+    as_view = "post_backward_view" in chosen()
 
     def register(wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (
@@ -142,7 +165,10 @@ def _post_backward_function(fsdp2: Fsdp2) -> list[tuple[Any, str, Any]]:
                 return wrapped(*args, **kwargs)  # containers: torch knows how to walk them
         if not tensors:
             return inputs, keywords
-        outputs = iter(PostBackward.apply(group, *tensors))
+        if as_view and len(tensors) == 1:
+            outputs = iter((_view(group, tensors[0]),))
+        else:
+            outputs = iter(PostBackward.apply(group, *tensors))
         inputs = tuple(next(outputs) if type(v) in plain and v.requires_grad else v for v in inputs)
         keywords = {
             k: next(outputs) if type(v) in plain and v.requires_grad else v
@@ -152,6 +178,21 @@ def _post_backward_function(fsdp2: Fsdp2) -> list[tuple[Any, str, Any]]:
 
     cls = fsdp2.group_classes[0]
     return [(cls, "_register_post_backward_hook", register)]
+
+
+def _view(group: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """A view of ``tensor`` whose node in the graph runs ``post_backward`` before its own work.
+
+    A hook of the node comes after every hook of the tensor, as torch's Function does.
+    """
+    view = tensor[...]  # an alias: its backward passes the gradient on as it is, unlike a view's
+
+    def post_backward(_: Any) -> None:
+        group.post_backward()
+
+    node: Any = view.grad_fn
+    node.register_prehook(post_backward)
+    return view
 
 
 _SCALARS = frozenset({int, float, bool, str, torch.dtype, torch.device})
@@ -166,12 +207,13 @@ class Places:
     What hangs off a module is looked up each time, since users replace it.
     """
 
-    __slots__ = ("_classes", "slots")
+    __slots__ = ("classes", "modules", "slots")
 
     def __init__(self, slots: list[tuple[Any, tuple[tuple[nn.Module, str], ...]]]) -> None:
         self.slots = slots
         modules = {id(module): module for _, places in slots for module, _ in places}
-        self._classes = [(module, type(module)) for module in modules.values()]
+        self.modules = tuple(modules.values())
+        self.classes = tuple(map(type, self.modules))
 
     @classmethod
     def of(cls, group: Any) -> Places | None:
@@ -190,10 +232,10 @@ class Places:
 
     def hold(self) -> bool:
         """Whether every module is still of the class that was looked at."""
-        return all(type(module) is cls for module, cls in self._classes)
+        return all(map(operator.is_, map(type, self.modules), self.classes))
 
 
-def _registration(fsdp2: Fsdp2) -> list[tuple[Any, str, Any]]:
+def _registration(fsdp2: Fsdp2) -> list[Patch]:
     stored = vars(fsdp2.param_class)
     names = ("to_sharded", "to_unsharded", "_setattr_on_modules", "free_unsharded_param")
     torchs = [(name, stored.get(name)) for name in names]
@@ -245,11 +287,37 @@ def _places(group: Any) -> Places | None:
     state = group.__dict__.get(ATTRIBUTE)
     if state is None or not state.settled:
         return None
-    places: Places | None = state.places
-    if places is None and not state.places_tried:
-        state.places_tried = True
-        places = state.places = Places.of(group)
+    places = places_of(group, state)
     return places if places is not None and places.hold() else None
+
+
+def places_of(group: Any, state: GroupState) -> Places | None:
+    """Where the parameters of ``group`` are registered, looked up once."""
+    if state.places is None and not state.places_tried:
+        state.places_tried = True
+        state.places = Places.of(group)
+    places: Places | None = state.places
+    return places
+
+
+# -- the pre-backward hook ---------------------------------------------------------------------
+
+
+def _pre_backward_hook(fsdp2: Fsdp2) -> list[Patch]:
+    stored = vars(fsdp2.state_class)
+    if not {"_register_pre_backward_hook", "_pre_backward"} <= stored.keys():
+        return []
+
+    def register(wrapped: Any, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = args[0] if len(args) == 1 and not kwargs else None
+        # A view may be worth a warning of torch's, a subclass may hold several tensors.
+        if type(output) is not torch.Tensor or output._is_view() or functorch_active():
+            return wrapped(*args, **kwargs)
+        if output.requires_grad and torch.is_grad_enabled():
+            output.register_hook(state._pre_backward)
+        return output
+
+    return [(fsdp2.state_class, "_register_pre_backward_hook", register)]
 
 
 # -- DTensor construction ----------------------------------------------------------------------
@@ -267,11 +335,9 @@ def sharded_dtensor(fsdp2: Fsdp2) -> Callable[[Any, torch.Tensor], torch.Tensor]
         made: torch.Tensor = fsdp_param.to_sharded_dtensor(tensor)
         return made
 
-    if "dtensor" not in chosen() or not has_attributes(fsdp2.param_class, "_sharding_spec"):
+    make = new_dtensor(fsdp2)
+    if make is None:
         return by_torch
-    from torch.distributed.tensor import DTensor
-
-    new = getattr(DTensor.__new__, "__wrapped__", DTensor.__new__)
 
     def directly(fsdp_param: Any, tensor: torch.Tensor) -> torch.Tensor:
         spec = fsdp_param._sharding_spec
@@ -285,16 +351,30 @@ def sharded_dtensor(fsdp2: Fsdp2) -> Callable[[Any, torch.Tensor], torch.Tensor]
             or type(fsdp_param).to_sharded_dtensor is not stock  # somebody patched it since
         ):
             return by_torch(fsdp_param, tensor)
-        made: torch.Tensor = new(DTensor, tensor, spec, requires_grad=False)
-        return made
+        return make(fsdp_param, tensor)
 
     return directly
+
+
+def new_dtensor(fsdp2: Fsdp2) -> Callable[[Any, torch.Tensor], torch.Tensor] | None:
+    """What makes a DTensor of a local gradient by the parameter's own sharding spec."""
+    if "dtensor" not in chosen() or not has_attributes(fsdp2.param_class, "_sharding_spec"):
+        return None
+    from torch.distributed.tensor import DTensor
+
+    new = getattr(DTensor.__new__, "__wrapped__", DTensor.__new__)
+
+    def make(fsdp_param: Any, tensor: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = new(DTensor, tensor, fsdp_param._sharding_spec, requires_grad=False)
+        return made
+
+    return make
 
 
 # -- dynamo's off-switch -----------------------------------------------------------------------
 
 
-def _dynamo_disable(fsdp2: Fsdp2) -> list[tuple[Any, str, Any]]:
+def _dynamo_disable(fsdp2: Fsdp2) -> list[Patch]:
     """Only what the autograd engine calls: in forward, torch.compile must find torch's code."""
     found = []
     candidates = [(fsdp2.group_classes[0], n) for n in ("pre_backward", "post_backward")]
@@ -313,23 +393,25 @@ def _dynamo_disable(fsdp2: Fsdp2) -> list[tuple[Any, str, Any]]:
 def _undisabled(fsdp2: Fsdp2, raw: Callable[..., Any]) -> Any:
     def call(wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # With no frame evaluation set in this thread there is nothing to switch off.
-        if _no_frame_callback() and fsdp2.skips_hooks():
+        if nobody_traces() and fsdp2.skips_hooks():
             return raw(instance, *args, **kwargs)
         return wrapped(*args, **kwargs)
 
     return call
 
 
-def _no_frame_callback() -> bool:
-    if "torch._dynamo.eval_frame" not in sys.modules:
-        return False
-    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is None
+def nobody_traces() -> bool:
+    """Whether torch.compile looks at no frame of this thread."""
+    return "torch._dynamo.eval_frame" in sys.modules and _frame_callback() is None
+
+
+_frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
 # -- 2.15's type checks ------------------------------------------------------------------------
 
 
-def _typecheck(fsdp2: Fsdp2) -> list[tuple[Any, str, Any]]:
+def _typecheck(fsdp2: Fsdp2) -> list[Patch]:
     available = getattr(torch.distributed, "_is_spmd_types_available", None)
     if available is None or available():
         return []
@@ -343,3 +425,13 @@ def _typecheck(fsdp2: Fsdp2) -> list[tuple[Any, str, Any]]:
         for module in (fsdp2.group_module, fsdp2.state_module)
         if hasattr(module, name)
     ]
+
+
+_TRIMS: dict[str, Callable[[Fsdp2], list[Patch]]] = {
+    "ranges": _ranges,
+    "post_backward_function": _post_backward_function,
+    "registration": _registration,
+    "pre_backward_hook": _pre_backward_hook,
+    "dynamo_disable": _dynamo_disable,
+    "typecheck": _typecheck,
+}

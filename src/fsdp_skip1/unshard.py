@@ -48,6 +48,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_new_lock)
 
 
+def held() -> threading.RLock:
+    """The lock to hold while a group is switched."""
+    return _lock
+
+
 class GroupState:
     """What the plugin keeps on one parameter group.
 
@@ -60,6 +65,8 @@ class GroupState:
         settled: every parameter shares memory, so that nothing is left to do at an unshard.
         proof: somebody else's ``wait_for_unshard`` that was seen to call ours for this group.
         trials: how often torch's own unshard was begun in the hope of a proof.
+        places: where its parameters are registered, for the trims.
+        steady: what ``steady`` keeps of a settled group, until the plan changes.
     """
 
     __slots__ = (
@@ -72,6 +79,8 @@ class GroupState:
         "plan",
         "proof",
         "settled",
+        "steady",
+        "steady_tried",
         "trials",
     )
 
@@ -82,10 +91,17 @@ class GroupState:
         self.settled = False
         self.nbytes = 0
         self.moving: list[Any] = []  # offloaded parameters: ``unshard`` transfers them
-        self.places: Any = None  # where its parameters are registered, for the trims
+        self.places: Any = None
         self.places_tried = False
+        self.steady: Any = None
+        self.steady_tried = False
         self.proof: Any = None
         self.trials = 0
+
+    def unsettle(self) -> None:
+        """What was settled has to be looked at again, at the next unshard."""
+        self.settled = False
+        self.steady, self.steady_tried = None, False
 
 
 class Unsharder:
@@ -235,7 +251,7 @@ class Unsharder:
             (p, p._sharded_param_data, getattr(p, "param_dtype", None)) for p in group.fsdp_params
         ]
         state.nbytes = sum(d.numel() * d.element_size() for _, d, _ in state.basis)
-        state.settled = False
+        state.unsettle()
         state.moving = _moving(group, state.plan)
 
     # -- life of a group -------------------------------------------------------------------
@@ -284,7 +300,7 @@ class Unsharder:
             filled = group._sharded_state is self.fsdp2.unsharded
             for fsdp_param in group.fsdp_params:
                 make_private(fsdp_param, filled=filled)
-            state.settled = False
+            state.unsettle()
             state.basis = []  # autograd may hold on to the private buffer: look at it again
 
     def stop(self, unshard: Callable[[Any], Any]) -> None:

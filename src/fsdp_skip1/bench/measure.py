@@ -29,7 +29,7 @@ from fsdp_skip1.bench import arms
 from fsdp_skip1.bench.data import Batches
 from fsdp_skip1.bench.models import SIZES
 from fsdp_skip1.bench.results import Arm, Comparison, Spread
-from fsdp_skip1.patch import groups_of
+from fsdp_skip1.releases import groups_of
 
 if TYPE_CHECKING:
     from fsdp_skip1.bench.arms import Trainer

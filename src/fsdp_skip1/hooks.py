@@ -1,0 +1,145 @@
+"""FSDP2's hooks of one module in one piece, where its only group is steady.
+
+torch binds the hooks when ``fully_shard`` runs, and wraps torch.compile's off-switch around them anew
+at every call. They sit on live modules, so they are exchanged there, module by module, and put back
+when the plugin is switched off. Inside, they do what torch's do for a module that is not the root and
+has nothing to cast; else torch's run.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fsdp_skip1.others import is_untouched
+from fsdp_skip1.releases import groups_of
+from fsdp_skip1.unshard import ATTRIBUTE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, MutableMapping
+
+    from fsdp_skip1.steady import Stepper
+
+_compiling = torch.compiler.is_dynamo_compiling  # a constant to who traces
+_frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
+class Hooks:
+    """The hooks that are exchanged while the plugin is on."""
+
+    def __init__(self, stepper: Stepper) -> None:
+        self._stepper = stepper
+        self._roots: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._states: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def take(self, root: Any) -> None:
+        """Exchange the hooks of all states below an FSDP2 root, where they are torch's own."""
+        if root in self._roots:
+            return
+        self._roots.add(root)
+        for state in root._state_ctx.all_states:
+            if len(state._modules) == 1 and len(groups_of(state)) == 1:
+                self._states.add(state)
+                state.__dict__[ATTRIBUTE] = ModuleHooks(self._stepper, state)
+
+    def give_back(self) -> None:
+        """Put torch's hooks back wherever ours still are."""
+        for state in list(self._states):
+            hooks: ModuleHooks | None = state.__dict__.pop(ATTRIBUTE, None)
+            if hooks is not None:
+                hooks.give_back()
+        self._states.clear()
+        self._roots.clear()
+
+
+class ModuleHooks:
+    """The hooks of one module."""
+
+    def __init__(self, stepper: Stepper, state: Any) -> None:
+        self._stepper = stepper
+        self._state = state
+        (self._group,) = groups_of(state)
+        module = state._modules[0]
+        self._taken: list[tuple[MutableMapping[Any, Any], Any, Any, Any]] = []
+        self._take(module._forward_pre_hooks, "_pre_forward_hook_handle", self._before_forward)
+        self._take(module._forward_hooks, "_post_forward_hook_handle", self._after_forward)
+
+    def _take(
+        self,
+        registry: MutableMapping[Any, Any],
+        handle: str,
+        make: Callable[[Any, Any], Callable[..., Any]],
+    ) -> None:
+        key = getattr(getattr(self._state, handle, None), "id", None)
+        theirs = registry.get(key)
+        raw = _below_switch(theirs)
+        if raw is not None:
+            registry[key] = ours = make(theirs, raw)
+            self._taken.append((registry, key, theirs, ours))
+
+    def give_back(self) -> None:
+        for registry, key, theirs, ours in self._taken:
+            if registry.get(key) is ours:
+                registry[key] = theirs
+
+    # Each hook, when it is traced, has to be torch's, at which torch.compile breaks its graph. With
+    # no frame evaluation set in this thread, there is nothing to switch off.
+
+    def _before_forward(self, theirs: Any, raw: Any) -> Callable[..., Any]:
+        stepper, state, group = self._stepper, self._state, self._group
+        context, policy, states = state._state_ctx, state._mp_policy, stepper.states
+        casts = policy.cast_forward_inputs and policy.param_dtype
+
+        def pre_forward(module: Any, args: Any, kwargs: Any) -> Any:
+            if _compiling() or stepper.aside or _frame_callback() is not None:
+                return theirs(module, args, kwargs)
+            if (
+                state._training_state is not states.IDLE
+                or state._is_root is not False
+                or context.iter_forward_root is None
+                or state._states_to_forward_prefetch
+                or state._mp_policy is not policy
+                or casts
+                or stepper.reduction_pending(state)
+            ):
+                return raw(module, args, kwargs)
+            state._training_state = states.FORWARD
+            result = stepper.before_forward(group, args, kwargs)
+            return group.pre_forward(module, args, kwargs) if result is None else result
+
+        return pre_forward
+
+    def _after_forward(self, theirs: Any, raw: Any) -> Callable[..., Any]:
+        stepper, state, group = self._stepper, self._state, self._group
+        context, states = state._state_ctx, stepper.states
+
+        def post_forward(module: Any, inputs: Any, output: Any) -> Any:
+            if _compiling() or stepper.aside or _frame_callback() is not None:
+                return theirs(module, inputs, output)
+            if (
+                state._training_state is states.PRE_BACKWARD
+                or context.iter_forward_root is state
+                or state._mp_policy.output_dtype is not None
+            ):
+                return raw(module, inputs, output)
+            if not stepper.after_forward(group):
+                output = group.post_forward(module, inputs, output)
+            output = state._register_pre_backward_hook(output)
+            state._training_state = states.IDLE
+            return output
+
+        return post_forward
+
+
+def _below_switch(hook: Any) -> Callable[..., Any] | None:
+    """The hook without the off-switch around it; None if that is not what it is."""
+    if type(hook) is not types.MethodType or not is_untouched(hook.__func__):
+        return None
+    function: Any = hook.__func__
+    raw = getattr(function, "__wrapped__", None)
+    if type(raw) is not types.FunctionType or "_dynamo" not in function.__code__.co_names:
+        return None
+    return types.MethodType(raw, hook.__self__)

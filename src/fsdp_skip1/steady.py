@@ -1,0 +1,504 @@
+"""The step of a settled group in one piece.
+
+Once every parameter of a group shares memory, and its gradients are handed over as they stand, a step
+decides nothing any more. What is left of torch's methods is to put parameters on modules, to set
+gradients and to keep the books; through torch's own code that is a few hundred calls a group, which
+on small layers cost more than the layer. Here it is one method each for ``pre_forward``,
+``post_forward``, ``pre_backward`` and ``post_backward``.
+
+Each looks first and changes nothing until it knows that it can finish; otherwise torch's method runs.
+It leaves behind what torch's would have left: states, recorded order, events, gradients. See
+``proven`` for the releases whose methods these are known to equal.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fsdp_skip1 import proven
+from fsdp_skip1.counters import counters
+from fsdp_skip1.hooks import Hooks
+from fsdp_skip1.plan import promote, replicate_mesh_size
+from fsdp_skip1.trims import new_dtensor, nobody_traces, places_of
+from fsdp_skip1.unshard import ATTRIBUTE, held
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fsdp_skip1.points import Wrapping
+    from fsdp_skip1.releases import Fsdp2
+    from fsdp_skip1.trims import Places
+    from fsdp_skip1.unshard import GroupState
+
+_profiling = torch.autograd._profiler_enabled
+_backward = torch._C._current_graph_task_id  # -1 outside
+_holders = torch._C._storage_Use_Count
+_Tensor, _strided = torch.Tensor, torch.strided
+_transforming = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+
+
+class Steady:
+    """One settled group: where its parameters are, and what its gradients have to be.
+
+    Attributes:
+        slots: for each parameter its ``FSDPParam``, the unsharded parameter, the sharded storage's
+            flat tensor and the ``param_dtype`` that it was settled with, its module, its name
+            there, and the other places where it is registered.
+        hands_over: gradients of ``dtype`` become the sharded gradients as they stand.
+        size: how many attributes the group has; more of them, and somebody may have put a
+            method on it.
+    """
+
+    __slots__ = (
+        "dtype",
+        "hands_over",
+        "mesh_info",
+        "nbytes",
+        "pending",
+        "places",
+        "reduce_dtype",
+        "size",
+        "slots",
+    )
+
+    def __init__(self, group: Any, state: GroupState, places: Places) -> None:
+        self.places = places
+        self.slots = [
+            (fsdp_param, fsdp_param._unsharded_param, data, param_dtype, *where[0], where[1:])
+            for (fsdp_param, data, param_dtype), (_, where) in zip(state.basis, places.slots)
+        ]
+        self.pending = state.pending
+        self.nbytes = state.nbytes
+        self.size = len(group.__dict__)
+        self.mesh_info = group.mesh_info
+        self.reduce_dtype = getattr(group, "_reduce_dtype", None)
+        self.dtype = state.basis[0][1].dtype
+        self.hands_over = replicate_mesh_size(group.mesh_info) == 1 and all(
+            self._is_handed_over(fsdp_param) for fsdp_param in group.fsdp_params
+        )
+
+    def _is_handed_over(self, fsdp_param: Any) -> bool:
+        dtype, through = self.dtype, self.reduce_dtype
+        meta = getattr(fsdp_param._sharding_spec, "tensor_meta", None)
+        return (
+            type(fsdp_param._unsharded_param) is nn.Parameter
+            and fsdp_param._unsharded_param.dtype is dtype
+            and fsdp_param.sharded_param.dtype is dtype
+            and fsdp_param._unsharded_param.shape == fsdp_param.sharded_size
+            and meta is not None
+            and meta.dtype is dtype
+            and not fsdp_param.offload_to_cpu
+            and (through is None or promote(dtype, through) is through)
+        )
+
+
+class Stepper:
+    """The four methods, for one FSDP2. One lives as long as the plugin is on."""
+
+    def __init__(self, fsdp2: Fsdp2, release: proven.Release) -> None:
+        self._fsdp2 = fsdp2
+        self._cls = fsdp2.group_classes[0]
+        self.states = states = fsdp2.training_states
+        self.release = release
+        self._idle, self._forward = states.IDLE, states.FORWARD
+        self._pre_backward, self._post_backward = states.PRE_BACKWARD, states.POST_BACKWARD
+        self._sharded, self._unsharded = fsdp2.sharded, fsdp2.unsharded
+        self._new = new_dtensor(fsdp2) or _by_torch
+        self._logger = getattr(fsdp2.group_module, "logger", None)
+        # What the methods here stand in for: as it was found when the plugin was switched on.
+        self._watched: list[tuple[Callable[[str], Any], tuple[str, ...], tuple[Any, ...]]] = []
+        self._codes: list[tuple[Any, Any]] = []
+        self._inner = frozenset(proven.GROUP_METHODS) - set(METHODS)
+        self.aside = True
+        self.hooks = Hooks(self)
+        self._backward = -1  # the last backward that was looked at
+
+    @classmethod
+    def of(cls, fsdp2: Fsdp2) -> Stepper | None:
+        """None where torch's methods are not known to equal these."""
+        release = proven.find(fsdp2)
+        if release is None or fsdp2.reduce is None:
+            return None
+        available = getattr(torch.distributed, "_is_spmd_types_available", None)
+        if available is not None and available():
+            return None
+        return cls(fsdp2, release)
+
+    def patches(self) -> list[tuple[Any, str, Wrapping]]:
+        return [(self._cls, name, getattr(self, name)) for name in METHODS]
+
+    # -- whether ---------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Remember what is in place now, after everything has been installed."""
+        fsdp2 = self._fsdp2
+        owners = (
+            (self._cls, sorted(self._inner)),
+            (fsdp2.param_class, proven.PARAM_METHODS),
+            (fsdp2.state_class, proven.STATE_METHODS),
+        )
+        for owner, names in ((self._cls, METHODS), *owners):
+            functions = [proven.torchs(owner, name) for name in names]
+            if None in functions:
+                return  # somebody else's, which torch's methods call
+            self._codes += [(function, function.__code__) for function in functions]
+        for owner, names in (*owners, (self._cls, METHODS), (fsdp2.group_module, _REDUCE)):
+            get = vars(owner).get
+            self._watched.append((get, tuple(names), tuple(map(get, names))))
+        self.look_again()
+
+    def stop(self) -> None:
+        self._watched = []
+        self.aside = True
+        self.hooks.give_back()
+
+    def look_again(self) -> None:
+        """Once for each forward and each backward: may the short way be gone?
+
+        Not if somebody has patched what it goes around, or listens to torch's debug messages. Who
+        does so in the middle of a pass is noticed at the next one.
+        """
+        logger = self._logger
+        self.aside = (
+            not self._watched
+            or any(function.__code__ is not code for function, code in self._codes)
+            or not all(
+                all(map(operator.is_, map(get, names), found)) for get, names, found in self._watched
+            )
+            or (isinstance(logger, logging.Logger) and logger.isEnabledFor(logging.DEBUG))
+        )
+
+    def _steady(self, group: Any) -> Steady | None:
+        """The group's steady state, if nothing forbids the short way at this moment."""
+        if self.aside or _profiling() or _transforming():
+            return None
+        attributes = group.__dict__
+        state = attributes.get(ATTRIBUTE)
+        if state is None:
+            return None
+        steady: Steady | None = state.steady
+        if steady is None:
+            steady = self._look_at(group, state)
+            if steady is None:
+                return None
+        if len(attributes) != steady.size:
+            if not attributes.keys().isdisjoint(self._inner):
+                return None
+            steady.size = len(attributes)
+        fsdp2 = self._fsdp2
+        if fsdp2.traceable and (fsdp2.compiled_autograd_enabled() or not fsdp2.skips_hooks()):
+            return None
+        return steady
+
+    def reduction_pending(self, state: Any) -> bool:
+        """Whether torch refuses a forward at this moment; from 2.15 on."""
+        return self.release.leaf_accumulates and (
+            state._state_ctx.gradient_reduction_pending
+            or state._comm_ctx.active_gradient_reduction is not None
+        )
+
+    def _look_at(self, group: Any, state: GroupState) -> Steady | None:
+        if not state.settled or state.steady_tried or type(group) is not self._cls:
+            return None
+        if not all(hasattr(fsdp_param, "param_dtype") for fsdp_param in group.fsdp_params):
+            return None  # before torch's lazy initialization
+        if not group.__dict__.keys().isdisjoint(self._inner):
+            return None
+        state.steady_tried = True
+        places = places_of(group, state)
+        if places is not None:
+            state.steady = Steady(group, state, places)
+        steady: Steady | None = state.steady
+        return steady
+
+    # -- before and after forward ----------------------------------------------------------
+
+    def pre_forward(
+        self, wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        result = None if len(args) != 3 else self.before_forward(group, args[1], args[2])
+        return wrapped(*args, **kwargs) if result is None else result
+
+    def before_forward(
+        self, group: Any, inputs: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """``pre_forward``. None, with nothing changed, if torch has to."""
+        steady = self._steady(group)
+        if steady is None or not self._unshard(group, steady):
+            return None
+        entering = group._training_state is not self._forward
+        group._training_state = self._forward
+        if entering or not self.release.registers_once:
+            inputs, keywords = group._register_post_backward_hook(inputs, keywords)
+        return inputs, keywords
+
+    def post_forward(
+        self, wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if len(args) == 3 and self.after_forward(group):
+            return args[2]
+        return wrapped(*args, **kwargs)
+
+    def after_forward(self, group: Any) -> bool:
+        """``post_forward``, which passes the output on. False, with nothing changed, if torch has to."""
+        steady = self._steady(group)
+        if steady is None:
+            return False
+        if not self.release.stays_out_of_recompute or _backward() == -1:
+            smaller = group.post_forward_mesh_info
+            in_forward = group._training_state is self._forward
+            if in_forward and smaller is not None and smaller is not group.mesh_info:
+                return False
+            if not in_forward or smaller is not None:
+                if group._sharded_state is self._unsharded:
+                    self._reshard(group, steady)
+                elif group._sharded_state is not self._sharded:
+                    return False
+            order = group.comm_ctx.post_forward_order
+            group._post_forward_indices.append(len(order))
+            order.append(group)
+        group._training_state = self._idle
+        return True
+
+    # -- before and after backward ---------------------------------------------------------
+
+    def pre_backward(
+        self, wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if len(args) == 1 and self.before_backward(group, prefetch=args[0]):
+            return None
+        return wrapped(*args, **kwargs)
+
+    def before_backward(self, group: Any, *, prefetch: bool) -> bool:
+        """``pre_backward``. False, with nothing changed, if torch has to."""
+        if group._training_state is self._pre_backward:
+            return False
+        if _backward() != self._backward:
+            self._backward = _backward()
+            self.look_again()
+        steady = self._steady(group)
+        if steady is None or (
+            self.release.leaf_accumulates and group._fsdp_params_with_wider_grad_dtype
+        ):
+            return False
+        if group.unshard_in_backward or group._all_gather_result is not None:
+            if not self._unshard(group, steady):
+                return False
+        group._training_state = self._pre_backward
+        if prefetch:
+            if self.release.shares_modules and group._num_param_groups > 1:
+                group._backward_prefetch()
+            elif group._post_forward_indices:
+                index = group._post_forward_indices.pop()
+                if index > 0:
+                    self._prefetch(group, group.comm_ctx.post_forward_order[index - 1])
+        return True
+
+    def finalize_backward(
+        self, wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        steady = self._steady(group)
+        if (
+            steady is None
+            or not steady.hands_over
+            or group._all_gather_result is not None
+            or group._post_reduce_event is not None
+            or group._all_reduce_state is not None
+            or (self.release.waits_for_streams and group.comm_ctx._last_post_reduce_events)
+        ):
+            return wrapped(*args, **kwargs)
+        group._post_forward_indices.clear()
+        return None
+
+    def post_backward(
+        self, wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if _backward() != self._backward:
+            self._backward = _backward()
+            self.look_again()
+        steady = self._steady(group)
+        if steady is None or not self._may_hand_over(group, steady):
+            return wrapped(*args, **kwargs)
+        dtype, sharded, new = steady.dtype, self._sharded, self._new
+        leaf_accumulates = self.release.leaf_accumulates
+        given, nbytes, odd = 0, 0, False
+        for fsdp_param, param, _, _, module, name, more in steady.slots:
+            # Gradients are kept, or wanted, in some other dtype.
+            if (
+                fsdp_param._has_sharded_grad_dtype_override
+                if leaf_accumulates
+                else fsdp_param.unsharded_accumulated_grad is not None
+            ):
+                odd = True
+                continue
+            sharded_param = fsdp_param.sharded_param
+            grad = param.grad
+            if grad is not None:
+                if (
+                    type(grad) is not _Tensor
+                    or grad.dtype is not dtype
+                    or grad.layout is not _strided
+                    or grad.requires_grad
+                    or sharded_param._post_accumulate_grad_hooks
+                ):
+                    odd = True
+                    continue
+                param.grad = None
+                # As in ``reduce``: contiguous, and nobody else can write to it. The storage is
+                # held by the gradient and by ``storage``.
+                storage = grad.untyped_storage()
+                if _holders(storage._cdata) > 2 or not grad.is_contiguous():
+                    grad = grad.clone(memory_format=torch.contiguous_format)
+                existing = sharded_param.grad
+                if existing is None:
+                    sharded_param.grad = new(fsdp_param, grad)
+                else:
+                    existing._local_tensor += grad
+                given += 1
+                nbytes += grad.nbytes
+            module._parameters[name] = sharded_param
+            if more:
+                _register(more, sharded_param)
+            fsdp_param.sharded_state = sharded
+        if given:
+            counters.reduce_scatters += 1
+            counters.reduce_scatter_bytes += nbytes
+        if odd:
+            # Parameters do not depend on each other where nothing is flattened: those that were
+            # seen to have no gradient left, and torch's method goes on with the others.
+            return wrapped(*args, **kwargs)
+        group._training_state = self._post_backward
+        group._sharded_state = sharded
+        if given:
+            self._leave_event(group)
+        if self.release.leaf_accumulates:
+            group._post_backward_pending = False
+        return None
+
+    def _may_hand_over(self, group: Any, steady: Steady) -> bool:
+        release = self.release
+        return (
+            steady.hands_over
+            and group._sharded_state is self._unsharded
+            and group.reduce_grads
+            and group.reshard_after_backward
+            and group._all_gather_result is None
+            and group._all_reduce_hook is None
+            and group._all_reduce_hook_stream is None
+            and group._partial_reduce_output is None
+            and group.all_reduce_grads
+            and group.mesh_info is steady.mesh_info
+            and group._reduce_dtype is steady.reduce_dtype
+            and _is_one(getattr(group, release.factor))
+            # Inputs of another group's reduce-scatter, which torch's method lets go of.
+            and not getattr(group.comm_ctx, release.inputs)
+            and not (len(group.modules) > 1 and group._training_state is self._forward)
+            and not getattr(group, "reduce_scatter_unused_params", False)
+            and not (release.leaf_accumulates and group._fsdp_params_with_wider_grad_dtype)
+            and not torch.is_grad_enabled()
+            and nobody_traces()
+        )
+
+    def _leave_event(self, group: Any) -> None:
+        """Leave the event that finalization waits for."""
+        if group._post_reduce_event is not None or group._all_reduce_state is not None:
+            group._wait_for_post_backward()
+        if group.device.type != "cpu":
+            stream = torch.get_device_module(group.device).current_stream()
+            group._post_reduce_event = stream.record_event()
+            if self.release.waits_for_streams:
+                group.comm_ctx._last_post_reduce_events[stream] = group._post_reduce_event
+
+    # -- switching -------------------------------------------------------------------------
+
+    def _unshard(self, group: Any, steady: Steady) -> bool:
+        """``unshard`` and ``wait_for_unshard``. False, with nothing changed, if torch has to."""
+        pending = group._all_gather_result
+        if group._sharded_state is self._unsharded:
+            return pending is None
+        if (
+            group._sharded_state is not self._sharded
+            or not (pending is None or pending is steady.pending)
+            or group.comm_ctx.all_gather_state is not None
+        ):
+            return False
+        if not steady.places.hold():  # for the rest of this pass, and for good
+            group.__dict__[ATTRIBUTE].steady = None
+            return False
+        unsharded = self._unsharded
+        with held():
+            state = group.__dict__.get(ATTRIBUTE)
+            if state is None or state.steady is not steady:
+                return False  # handed back by another thread
+            for fsdp_param, param, data, param_dtype, module, name, more in steady.slots:
+                if fsdp_param._sharded_param_data is not data or (
+                    fsdp_param.param_dtype is not param_dtype
+                ):
+                    self._reshard(group, steady)
+                    return False
+                requires_grad = fsdp_param.sharded_param.requires_grad
+                if param.requires_grad is not requires_grad:
+                    param.requires_grad_(requires_grad)
+                module._parameters[name] = param
+                if more:
+                    _register(more, param)
+                fsdp_param.sharded_state = unsharded
+            group._sharded_state = unsharded
+            group._all_gather_result = None
+        counters.all_gathers += 1
+        counters.all_gather_bytes += steady.nbytes
+        counters.shared += len(steady.slots)
+        return True
+
+    def _reshard(self, group: Any, steady: Steady) -> None:
+        """Nothing to free: the memory is the sharded parameters'."""
+        sharded = self._sharded
+        for fsdp_param, _, _, _, module, name, more in steady.slots:
+            sharded_param = fsdp_param.sharded_param
+            module._parameters[name] = sharded_param
+            if more:
+                _register(more, sharded_param)
+            fsdp_param.sharded_state = sharded
+        group._sharded_state = sharded
+
+    def _prefetch(self, group: Any, target: Any) -> None:
+        """Leave a pending result on the group that backward needs next, as ``unshard`` does."""
+        steady = self._steady(target)
+        if steady is not None:
+            with held():
+                state = target.__dict__.get(ATTRIBUTE)
+                if state is not None and state.steady is steady:
+                    if (
+                        target._all_gather_result is None
+                        and target._sharded_state is self._sharded
+                        and target.unshard_in_backward
+                    ):
+                        target._all_gather_result = steady.pending
+                    return
+        group._prefetch_unshard(target, "backward")
+
+
+_REDUCE = ("foreach_reduce",)
+
+
+def _by_torch(fsdp_param: Any, grad: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = fsdp_param.to_sharded_dtensor(grad)
+    return made
+
+
+def _register(places: Any, param: Any) -> None:
+    for module, name in places:
+        module._parameters[name] = param
+
+
+def _is_one(factor: Any) -> bool:
+    # 2.7 keeps a reduction operator there.
+    return factor is None or (type(factor) in (int, float) and factor == 1)
+
+
+METHODS = ("pre_forward", "post_forward", "pre_backward", "post_backward", "finalize_backward")
