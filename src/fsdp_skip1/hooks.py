@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdp_skip1.others import is_untouched
-from fsdp_skip1.releases import groups_of
+from fsdp_skip1.releases import functorch_active, groups_of
 from fsdp_skip1.unshard import ATTRIBUTE
 
 if TYPE_CHECKING:
@@ -127,9 +127,27 @@ class ModuleHooks:
                 return raw(module, inputs, output)
             if not stepper.after_forward(group):
                 output = group.post_forward(module, inputs, output)
-            output = state._register_pre_backward_hook(output)
+            # A view may be worth a warning of torch's, a subclass may hold several tensors.
+            if type(output) is not torch.Tensor or output._is_view() or functorch_active():
+                output = state._register_pre_backward_hook(output)
+            elif output.requires_grad and torch.is_grad_enabled():
+                output.register_hook(pre_backward)
             state._training_state = states.IDLE
             return output
+
+        def pre_backward(grad: torch.Tensor) -> Any:
+            if (
+                _compiling()
+                or stepper.aside
+                or _frame_callback() is not None
+                or state._states_to_backward_prefetch
+            ):
+                return state._pre_backward(grad)
+            state._training_state = states.PRE_BACKWARD
+            state._register_root_post_backward_final_callback()
+            if not stepper.before_backward(group, prefetch=True):
+                group.pre_backward(True)
+            return grad
 
         return post_forward
 

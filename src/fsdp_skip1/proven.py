@@ -35,7 +35,6 @@ GROUP_METHODS = (
     "_prefetch_unshard",
     "_register_post_backward_hook",
     "_wait_for_post_backward",
-    "finalize_backward",
     "_reshard_after_forward",
     "_use_post_forward_mesh",
     "finalize_backward",
@@ -108,15 +107,15 @@ _2_12 = Release("2.12", stays_out_of_recompute=True, shares_modules=True)
 _2_13 = replace(_2_12, name="2.13", registers_once=True, waits_for_streams=True)
 
 _RELEASES: dict[str, Release] = {
-    "84936217836aa06f": replace(_2_8, name="2.7", factor="reduce_scatter_reduce_op"),
-    "920b15e3ae6401bb": _2_8,
-    "391b926de5706aaf": replace(_2_8, name="2.9"),
-    "9faa9e2282cf7a8b": _2_10,
-    "c0febe26b16ee270": replace(_2_10, name="2.11"),
-    "4c10265ad7688500": _2_12,
-    "dc65f81f1f02f990": _2_13,
-    "b1604c76b2ab18fb": replace(_2_13, name="2.14"),
-    "261d96cb7d1092e0": replace(_2_13, name="2.15", leaf_accumulates=True),
+    "8de0c682d89525ad": replace(_2_8, name="2.7", factor="reduce_scatter_reduce_op"),
+    "a1aee3151284a139": _2_8,
+    "87beb0fa887f93cd": replace(_2_8, name="2.9"),
+    "7ffb118f057e2f5c": _2_10,
+    "4a9ed44abefcecaa": replace(_2_10, name="2.11"),
+    "f9deaff87ff93560": _2_12,
+    "82105e066f84cce2": _2_13,
+    "043d399533c1fc1f": replace(_2_13, name="2.14"),
+    "bb75b6d7ad89de59": replace(_2_13, name="2.15", leaf_accumulates=True),
 }
 
 

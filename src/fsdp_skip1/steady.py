@@ -23,8 +23,17 @@ from torch import nn
 from fsdp_skip1 import proven
 from fsdp_skip1.counters import counters
 from fsdp_skip1.hooks import Hooks
-from fsdp_skip1.plan import promote, replicate_mesh_size
-from fsdp_skip1.trims import new_dtensor, nobody_traces, places_of
+from fsdp_skip1.plan import replicate_mesh_size
+from fsdp_skip1.trims import (
+    chosen,
+    inputs_with_grad,
+    new_dtensor,
+    nobody_traces,
+    places_of,
+    type_checking,
+    view_before,
+    with_inputs,
+)
 from fsdp_skip1.unshard import ATTRIBUTE, held
 
 if TYPE_CHECKING:
@@ -37,8 +46,10 @@ if TYPE_CHECKING:
 
 _profiling = torch.autograd._profiler_enabled
 _backward = torch._C._current_graph_task_id  # -1 outside
+_code = operator.attrgetter("__code__")
 _holders = torch._C._storage_Use_Count
 _Tensor, _strided = torch.Tensor, torch.strided
+_compiling = torch.compiler.is_dynamo_compiling  # a constant to who traces
 _transforming = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 
 
@@ -93,7 +104,8 @@ class Steady:
             and meta is not None
             and meta.dtype is dtype
             and not fsdp_param.offload_to_cpu
-            and (through is None or promote(dtype, through) is through)
+            # Else torch accumulates in another dtype, beside the parameter.
+            and (through is None or through is dtype)
         )
 
 
@@ -108,12 +120,16 @@ class Stepper:
         self._idle, self._forward = states.IDLE, states.FORWARD
         self._pre_backward, self._post_backward = states.PRE_BACKWARD, states.POST_BACKWARD
         self._sharded, self._unsharded = fsdp2.sharded, fsdp2.unsharded
+        self._type_checking = type_checking()
         self._new = new_dtensor(fsdp2) or _by_torch
-        self._logger = getattr(fsdp2.group_module, "logger", None)
+        logger = getattr(fsdp2.group_module, "logger", None)
+        self._logger = logger if isinstance(logger, logging.Logger) else None
         # What the methods here stand in for: as it was found when the plugin was switched on.
         self._watched: list[tuple[Callable[[str], Any], tuple[str, ...], tuple[Any, ...]]] = []
-        self._codes: list[tuple[Any, Any]] = []
-        self._inner = frozenset(proven.GROUP_METHODS) - set(METHODS)
+        self._functions: list[Any] = []
+        self._codes: list[Any] = []
+        self._methods = frozenset(proven.GROUP_METHODS)
+        self._as_view = {"post_backward_function", "post_backward_view"} <= chosen()
         self.aside = True
         self.hooks = Hooks(self)
         self._backward = -1  # the last backward that was looked at
@@ -123,9 +139,6 @@ class Stepper:
         """None where torch's methods are not known to equal these."""
         release = proven.find(fsdp2)
         if release is None or fsdp2.reduce is None:
-            return None
-        available = getattr(torch.distributed, "_is_spmd_types_available", None)
-        if available is not None and available():
             return None
         return cls(fsdp2, release)
 
@@ -138,16 +151,17 @@ class Stepper:
         """Remember what is in place now, after everything has been installed."""
         fsdp2 = self._fsdp2
         owners = (
-            (self._cls, sorted(self._inner)),
+            (self._cls, proven.GROUP_METHODS),
             (fsdp2.param_class, proven.PARAM_METHODS),
             (fsdp2.state_class, proven.STATE_METHODS),
         )
-        for owner, names in ((self._cls, METHODS), *owners):
+        for owner, names in owners:
             functions = [proven.torchs(owner, name) for name in names]
             if None in functions:
                 return  # somebody else's, which torch's methods call
-            self._codes += [(function, function.__code__) for function in functions]
-        for owner, names in (*owners, (self._cls, METHODS), (fsdp2.group_module, _REDUCE)):
+            self._functions += functions
+            self._codes += map(_code, functions)
+        for owner, names in (*owners, (fsdp2.group_module, _REDUCE)):
             get = vars(owner).get
             self._watched.append((get, tuple(names), tuple(map(get, names))))
         self.look_again()
@@ -163,19 +177,28 @@ class Stepper:
         Not if somebody has patched what it goes around, or listens to torch's debug messages. Who
         does so in the middle of a pass is noticed at the next one.
         """
-        logger = self._logger
+        fsdp2 = self._fsdp2
         self.aside = (
             not self._watched
-            or any(function.__code__ is not code for function, code in self._codes)
+            or not all(map(operator.is_, map(_code, self._functions), self._codes))
             or not all(
                 all(map(operator.is_, map(get, names), found)) for get, names, found in self._watched
             )
-            or (isinstance(logger, logging.Logger) and logger.isEnabledFor(logging.DEBUG))
+            or (fsdp2.traceable and (fsdp2.compiled_autograd_enabled() or not fsdp2.skips_hooks()))
+            or (self._logger is not None and self._logger.isEnabledFor(logging.DEBUG))
         )
+
+    def _look_at_backward(self) -> None:
+        """``look_again``, if this is another backward."""
+        backward = _backward()
+        # Compiled autograd, while it records, has none.
+        if backward != self._backward or backward == -1:
+            self._backward = backward
+            self.look_again()
 
     def _steady(self, group: Any) -> Steady | None:
         """The group's steady state, if nothing forbids the short way at this moment."""
-        if self.aside or _profiling() or _transforming():
+        if self.aside or _profiling() or _transforming() or self._type_checking():
             return None
         attributes = group.__dict__
         state = attributes.get(ATTRIBUTE)
@@ -187,12 +210,9 @@ class Stepper:
             if steady is None:
                 return None
         if len(attributes) != steady.size:
-            if not attributes.keys().isdisjoint(self._inner):
+            if not attributes.keys().isdisjoint(self._methods):
                 return None
             steady.size = len(attributes)
-        fsdp2 = self._fsdp2
-        if fsdp2.traceable and (fsdp2.compiled_autograd_enabled() or not fsdp2.skips_hooks()):
-            return None
         return steady
 
     def reduction_pending(self, state: Any) -> bool:
@@ -207,7 +227,7 @@ class Stepper:
             return None
         if not all(hasattr(fsdp_param, "param_dtype") for fsdp_param in group.fsdp_params):
             return None  # before torch's lazy initialization
-        if not group.__dict__.keys().isdisjoint(self._inner):
+        if not group.__dict__.keys().isdisjoint(self._methods):
             return None
         state.steady_tried = True
         places = places_of(group, state)
@@ -233,9 +253,22 @@ class Stepper:
             return None
         entering = group._training_state is not self._forward
         group._training_state = self._forward
-        if entering or not self.release.registers_once:
-            inputs, keywords = group._register_post_backward_hook(inputs, keywords)
-        return inputs, keywords
+        if not entering and self.release.registers_once:
+            return inputs, keywords
+        found = inputs_with_grad(inputs, keywords) if self._as_view else None
+        if found is not None and len(found) < 2:
+            if not found or not torch.is_grad_enabled():
+                return inputs, keywords
+
+            def post_backward(_: Any) -> None:
+                if _compiling() or not self.after_backward(group):
+                    group.post_backward()
+
+            ((key, tensor),) = found
+            return with_inputs(inputs, keywords, ((key, view_before(post_backward, tensor)),))
+        outcome: tuple[tuple[Any, ...], dict[str, Any]]
+        outcome = group._register_post_backward_hook(inputs, keywords)
+        return outcome
 
     def post_forward(
         self, wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -278,9 +311,7 @@ class Stepper:
         """``pre_backward``. False, with nothing changed, if torch has to."""
         if group._training_state is self._pre_backward:
             return False
-        if _backward() != self._backward:
-            self._backward = _backward()
-            self.look_again()
+        self._look_at_backward()
         steady = self._steady(group)
         if steady is None or (
             self.release.leaf_accumulates and group._fsdp_params_with_wider_grad_dtype
@@ -302,9 +333,11 @@ class Stepper:
     def finalize_backward(
         self, wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        steady = self._steady(group)
+        state = group.__dict__.get(ATTRIBUTE)
+        steady = None if state is None else state.steady
         if (
             steady is None
+            or self.aside
             or not steady.hands_over
             or group._all_gather_result is not None
             or group._post_reduce_event is not None
@@ -318,24 +351,18 @@ class Stepper:
     def post_backward(
         self, wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if _backward() != self._backward:
-            self._backward = _backward()
-            self.look_again()
+        return None if self.after_backward(group) else wrapped(*args, **kwargs)
+
+    def after_backward(self, group: Any) -> bool:
+        """``post_backward``. False if torch has to, perhaps for some parameters only."""
+        self._look_at_backward()
         steady = self._steady(group)
         if steady is None or not self._may_hand_over(group, steady):
-            return wrapped(*args, **kwargs)
+            return False
         dtype, sharded, new = steady.dtype, self._sharded, self._new
         leaf_accumulates = self.release.leaf_accumulates
-        given, nbytes, odd = 0, 0, False
+        given, odd = 0, False
         for fsdp_param, param, _, _, module, name, more in steady.slots:
-            # Gradients are kept, or wanted, in some other dtype.
-            if (
-                fsdp_param._has_sharded_grad_dtype_override
-                if leaf_accumulates
-                else fsdp_param.unsharded_accumulated_grad is not None
-            ):
-                odd = True
-                continue
             sharded_param = fsdp_param.sharded_param
             grad = param.grad
             if grad is not None:
@@ -345,6 +372,7 @@ class Stepper:
                     or grad.layout is not _strided
                     or grad.requires_grad
                     or sharded_param._post_accumulate_grad_hooks
+                    or (leaf_accumulates and fsdp_param._has_sharded_grad_dtype_override)
                 ):
                     odd = True
                     continue
@@ -360,25 +388,31 @@ class Stepper:
                 else:
                     existing._local_tensor += grad
                 given += 1
-                nbytes += grad.nbytes
             module._parameters[name] = sharded_param
             if more:
                 _register(more, sharded_param)
             fsdp_param.sharded_state = sharded
         if given:
             counters.reduce_scatters += 1
-            counters.reduce_scatter_bytes += nbytes
+            if given == len(steady.slots):
+                counters.reduce_scatter_bytes += steady.nbytes
+            else:
+                counters.reduce_scatter_bytes += sum(
+                    data.nbytes
+                    for fsdp_param, _, data, *_ in steady.slots
+                    if fsdp_param.sharded_param.grad is not None
+                )
         if odd:
             # Parameters do not depend on each other where nothing is flattened: those that were
             # seen to have no gradient left, and torch's method goes on with the others.
-            return wrapped(*args, **kwargs)
+            return False
         group._training_state = self._post_backward
         group._sharded_state = sharded
         if given:
             self._leave_event(group)
-        if self.release.leaf_accumulates:
+        if leaf_accumulates:
             group._post_backward_pending = False
-        return None
+        return True
 
     def _may_hand_over(self, group: Any, steady: Steady) -> bool:
         release = self.release

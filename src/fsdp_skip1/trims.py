@@ -9,6 +9,7 @@ those to keep, separated by commas.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import operator
 import os
 import sys
@@ -140,7 +141,6 @@ def _post_backward_function(fsdp2: Fsdp2) -> list[Patch]:
             ctx.param_group.post_backward()
             return (None, *grads)
 
-    plain = (torch.Tensor, nn.Parameter)
     as_view = "post_backward_view" in chosen()
 
     def register(wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -156,46 +156,73 @@ def _post_backward_function(fsdp2: Fsdp2) -> list[Patch]:
         inputs, keywords = args
         if not torch.is_grad_enabled():
             return inputs, keywords
-        tensors: list[torch.Tensor] = []
-        for value in (*inputs, *keywords.values()):
-            if type(value) in plain:
-                if value.requires_grad:
-                    tensors.append(value)
-            elif value is not None and type(value) not in _SCALARS:
-                return wrapped(*args, **kwargs)  # containers: torch knows how to walk them
-        if not tensors:
+        found = inputs_with_grad(inputs, keywords)
+        if found is None:
+            return wrapped(*args, **kwargs)
+        if not found:
             return inputs, keywords
-        if as_view and len(tensors) == 1:
-            outputs = iter((_view(group, tensors[0]),))
-        else:
-            outputs = iter(PostBackward.apply(group, *tensors))
-        inputs = tuple(next(outputs) if type(v) in plain and v.requires_grad else v for v in inputs)
-        keywords = {
-            k: next(outputs) if type(v) in plain and v.requires_grad else v
-            for k, v in keywords.items()
-        }
-        return inputs, keywords
+        if as_view and len(found) == 1:
+            ((key, tensor),) = found
+            view = view_before(lambda _: group.post_backward(), tensor)
+            return with_inputs(inputs, keywords, [(key, view)])
+        outputs = PostBackward.apply(group, *[tensor for _, tensor in found])
+        return with_inputs(inputs, keywords, zip((key for key, _ in found), outputs))
 
     cls = fsdp2.group_classes[0]
     return [(cls, "_register_post_backward_hook", register)]
 
 
-def _view(group: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """A view of ``tensor`` whose node in the graph runs ``post_backward`` before its own work.
+def view_before(hook: Callable[[Any], None], tensor: torch.Tensor) -> torch.Tensor:
+    """A view of ``tensor`` whose node in the graph runs ``hook`` before its own work.
 
     A hook of the node comes after every hook of the tensor, as torch's Function does.
     """
     view = tensor[...]  # an alias: its backward passes the gradient on as it is, unlike a view's
-
-    def post_backward(_: Any) -> None:
-        group.post_backward()
-
     node: Any = view.grad_fn
-    node.register_prehook(post_backward)
+    node.register_prehook(hook)
     return view
 
 
-_SCALARS = frozenset({int, float, bool, str, torch.dtype, torch.device})
+_PLAIN = frozenset({torch.Tensor, nn.Parameter})
+_SCALARS = frozenset({type(None), int, float, bool, str, torch.dtype, torch.device})
+
+
+def inputs_with_grad(
+    inputs: tuple[Any, ...], keywords: dict[str, Any]
+) -> list[tuple[int | str, torch.Tensor]] | None:
+    """The inputs of a module that need a gradient, with their place; None if torch has to look.
+
+    torch knows how to walk containers, and rebuilds them. Tuples without such tensors stay.
+    """
+    found: list[tuple[int | str, torch.Tensor]] = []
+    for key, value in (*enumerate(inputs), *keywords.items()):
+        kind = type(value)
+        if kind in _PLAIN:
+            if value.requires_grad:
+                found.append((key, value))
+        elif kind not in _SCALARS:
+            if kind is not tuple:
+                return None
+            for item in value:
+                if type(item) not in _SCALARS and (type(item) not in _PLAIN or item.requires_grad):
+                    return None
+    return found
+
+
+def with_inputs(
+    inputs: tuple[Any, ...],
+    keywords: dict[str, Any],
+    changes: Iterable[tuple[int | str, torch.Tensor]],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The inputs of a module with some of them exchanged."""
+    positional: list[Any] = list(inputs)
+    keywords = dict(keywords)
+    for key, tensor in changes:
+        if isinstance(key, int):
+            positional[key] = tensor
+        else:
+            keywords[key] = tensor
+    return tuple(positional), keywords
 
 
 # -- registration ------------------------------------------------------------------------------
@@ -380,6 +407,7 @@ def _dynamo_disable(fsdp2: Fsdp2) -> list[Patch]:
     candidates = [(fsdp2.group_classes[0], n) for n in ("pre_backward", "post_backward")]
     if fsdp2.state_class is not None:
         candidates.append((fsdp2.state_class, "_pre_backward"))
+        candidates.append((fsdp2.state_class, "_root_post_backward_final_callback"))
     for owner, name in candidates:
         function = vars(owner).get(name)
         raw = getattr(function, "__wrapped__", None)
@@ -408,16 +436,16 @@ def nobody_traces() -> bool:
 _frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
-# -- 2.15's type checks ------------------------------------------------------------------------
+# -- type checks of later releases -------------------------------------------------------------
 
 
 def _typecheck(fsdp2: Fsdp2) -> list[Patch]:
-    available = getattr(torch.distributed, "_is_spmd_types_available", None)
-    if available is None or available():
-        return []
+    checking = type_checking()
 
-    def no_typecheck(*_: Any) -> Any:
-        return _NO_RANGE
+    def no_typecheck(
+        wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return wrapped(*args, **kwargs) if checking() else _NO_RANGE
 
     name = "_spmd_no_typecheck"
     return [
@@ -425,6 +453,24 @@ def _typecheck(fsdp2: Fsdp2) -> list[Patch]:
         for module in (fsdp2.group_module, fsdp2.state_module)
         if hasattr(module, name)
     ]
+
+
+def type_checking() -> Callable[[], bool]:
+    """What tells whether spmd_types, which 2.13 and later know, checks tensors in this thread."""
+    available = getattr(torch.distributed, "_is_spmd_types_available", None)
+    if available is not None and available():
+        found: Callable[[], bool] | None
+        found = getattr(importlib.import_module("spmd_types"), "is_type_checking", None)
+        return found if found is not None else _always
+    return _never
+
+
+def _always() -> bool:
+    return True
+
+
+def _never() -> bool:
+    return False
 
 
 _TRIMS: dict[str, Callable[[Fsdp2], list[Patch]]] = {
