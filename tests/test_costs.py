@@ -4,14 +4,21 @@ Counted, not timed: a step's data-moving operators (no views, no allocations, no
 against the same step of a module without FSDP2.
 """
 
+import sys
+from collections import Counter
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from support import models, shards
 from support.arms import PLUGIN, STOCK, Run, Scenario
-from support.counting import Counts
+from support.counting import Counts, counting
 from support.features import missing
+from support.ranks import run_ranks
 from support.results import Ledger
 from support.steps import backward, forward, sgd, tokens, train, update
 
@@ -164,3 +171,51 @@ def test_costs_do_not_grow(ledger) -> None:
     scenario = Scenario(name="ten steps", shard=shards.blocks(1), steps=steps)
     third, tenth = (counts_of(ledger, scenario, PLUGIN, f"step {i}") for i in (2, 9))
     assert third.ops == tenth.ops
+
+
+def test_many_replicas_cost_what_two_do() -> None:
+    """Operators and Python calls of a step on an (8192, 1) mesh, whose collectives do nothing."""
+
+    def on(replicas: int) -> tuple[Counter[str], Counter[str]]:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=replicas)
+        names = ("replicate", "shard")
+        mesh = init_device_mesh("cpu", (replicas, 1), mesh_dim_names=names)
+        module = models.stack()
+        for block in module.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(module, mesh=mesh)
+        calls: Counter[str] = Counter()
+
+        def step() -> None:
+            module(torch.ones(2, models.DIM)).sum().backward()
+            module.zero_grad()
+
+        def profile(frame: Any, event: str, argument: Any) -> None:
+            if event == "call":
+                calls[f"{frame.f_code.co_filename}: {frame.f_code.co_name}"] += 1
+            elif event == "c_call":
+                calls[argument.__name__] += 1
+
+        for _ in range(3):
+            step()
+        sys.setprofile(profile)
+        step()
+        sys.setprofile(None)
+        with counting(comms=False) as counts:
+            step()
+        dist.destroy_process_group()
+        return counts.ops, calls
+
+    def body(_: Any) -> None:
+        import fsdp_skip1
+
+        dist.destroy_process_group()
+        with fsdp_skip1.enabled():
+            (ops, calls), (ops_of_many, calls_of_many) = on(2), on(8192)
+        assert ops["c10d::allreduce_"] == 3
+        assert ops_of_many == ops
+        assert calls_of_many == calls
+
+    run_ranks(body, 1)

@@ -562,8 +562,9 @@ def test_status_on_and_off(rank):
     assert status.why == "enable() was called"
     assert status.torch == torch.__version__
     assert status.reduction == "patched"
-    assert all(status.trims.values())
     assert status.trims
+    unproven = {"steady"} if torch.__version__.startswith("2.6.") else set()
+    assert {name for name, on in status.trims.items() if not on} == unproven
     targets = [point.target.rpartition("_fully_shard.")[2] for point in status.patched]
     for name in ("unshard", "wait_for_unshard"):
         assert f"_fsdp_param_group.FSDPParamGroup.{name}" in targets

@@ -1,9 +1,9 @@
 """FSDP2's hooks of one module in one piece, where its only group is steady.
 
-torch binds the hooks when ``fully_shard`` runs, and wraps torch.compile's off-switch around them anew
-at every call. They sit on live modules, so they are exchanged there, module by module, and put back
-when the plugin is switched off. Inside, they do what torch's do for a module that is not the root and
-has nothing to cast; else torch's run.
+torch binds the hooks when ``fully_shard`` runs, and wraps torch.compile's off-switch around them
+anew at every call. They sit on live modules, so they are exchanged there, module by module, and put
+back when the plugin is switched off. Inside, they do what torch's do for a module that is not the
+root and has nothing to cast; else torch's run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdp_skip1.others import is_untouched
-from fsdp_skip1.releases import functorch_active, groups_of
+from fsdp_skip1.releases import groups_of
+from fsdp_skip1.trims import is_one_tensor
 from fsdp_skip1.unshard import ATTRIBUTE
 
 if TYPE_CHECKING:
@@ -127,8 +128,7 @@ class ModuleHooks:
                 return raw(module, inputs, output)
             if not stepper.after_forward(group):
                 output = group.post_forward(module, inputs, output)
-            # A view may be worth a warning of torch's, a subclass may hold several tensors.
-            if type(output) is not torch.Tensor or output._is_view() or functorch_active():
+            if not is_one_tensor(output):
                 output = state._register_pre_backward_hook(output)
             elif output.requires_grad and torch.is_grad_enabled():
                 output.register_hook(pre_backward)

@@ -119,6 +119,11 @@ def points() -> tuple[PatchPoint, ...]:
     return tuple(_points)
 
 
+def steps_in_one_piece() -> bool:
+    """Whether this torch is one whose methods ``steady`` stands in for. For reports."""
+    return _stepper is not None
+
+
 def taken_over(group: Any) -> str | None:
     """Why an unshard of this group does not come to ours, or None. For reports."""
     for point in _points:
@@ -150,6 +155,8 @@ def _install(fsdp2: Fsdp2, zero_copy: bool) -> None:
         )
     wanted.append((fsdp2.state_class, "_root_pre_forward", _root_pre_forward))
     stepper = Stepper.of(fsdp2) if "steady" in trims.chosen() else None
+    if stepper is None and "steady" in trims.chosen():
+        log("info", "torch's methods stay, with smaller trims: their source is not one we know")
     for (owner, name), wrapper in trims.patches(fsdp2, stepper.patches() if stepper else ()):
         # A trim stands in for torch's code, not for somebody else's.
         if others.is_untouched(without_ours(vars(owner).get(name))):

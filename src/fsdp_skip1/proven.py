@@ -125,7 +125,7 @@ def find(fsdp2: Fsdp2) -> Release | None:
 
 
 def digest(fsdp2: Fsdp2) -> str | None:
-    """A digest of the source that ``steady`` stands in for; None if it is not torch's, or unknown."""
+    """A digest of what ``steady`` stands in for; None if that is not torch's own, or not there."""
     functions = []
     for owner, names, optional in (
         (fsdp2.group_classes[0], GROUP_METHODS, _LATER_GROUP_METHODS),
@@ -143,7 +143,7 @@ def digest(fsdp2: Fsdp2) -> str | None:
 
 def torchs(owner: Any, name: str) -> Any:
     """Torch's own function ``name`` of a class, below torch's own decorators; None if it is not."""
-    value = without_ours(vars(owner).get(name))
+    value: Any = without_ours(vars(owner).get(name))
     value = value.__func__ if isinstance(value, staticmethod) else value
     if not others.is_untouched(value):
         return None

@@ -48,7 +48,6 @@ def status() -> Status:
         obstacle = _obstacle(loaded)
     elif on and fsdp2 is None and loaded:
         obstacle = "not at work yet"
-    trims = sys.modules.get("fsdp_skip1.trims")
     return Status(
         version=fsdp_skip1.__version__,
         python=platform.python_version(),
@@ -60,11 +59,19 @@ def status() -> Status:
         waiting=on and not loaded,
         zero_copy=wanted.zero_copy,
         reduction=_reduction_of(fsdp2),
-        trims={name: name in trims.chosen() for name in trims.REASONS} if trims and fsdp2 else {},
+        trims=_trims() if fsdp2 is not None else {},
         patched=tuple(_patched(p) for p in patch.points()) if patch is not None else (),
         releases=RELEASES,
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
     )
+
+
+def _trims() -> dict[str, bool]:
+    from fsdp_skip1 import patch, trims
+
+    found = {name: name in trims.chosen() for name in trims.REASONS}
+    found["steady"] = patch.steps_in_one_piece()
+    return found
 
 
 @dataclass(frozen=True)

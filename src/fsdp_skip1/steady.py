@@ -1,14 +1,15 @@
 """The step of a settled group in one piece.
 
-Once every parameter of a group shares memory, and its gradients are handed over as they stand, a step
-decides nothing any more. What is left of torch's methods is to put parameters on modules, to set
-gradients and to keep the books; through torch's own code that is a few hundred calls a group, which
-on small layers cost more than the layer. Here it is one method each for ``pre_forward``,
-``post_forward``, ``pre_backward`` and ``post_backward``.
+Once every parameter of a group shares memory, and its gradients are handed over as they stand, a
+step decides nothing any more. What is left of torch's methods is to put parameters on modules, to
+set gradients and to keep the books; through torch's own code that is a few hundred calls a group,
+which on small layers cost more than the layer. Here it is one method each for ``pre_forward``,
+``post_forward``, ``pre_backward``, ``post_backward`` and ``finalize_backward``.
 
-Each looks first and changes nothing until it knows that it can finish; otherwise torch's method runs.
-It leaves behind what torch's would have left: states, recorded order, events, gradients. See
-``proven`` for the releases whose methods these are known to equal.
+Each looks first and changes nothing until it knows that it can finish; otherwise torch's method
+runs. It leaves behind what torch's would have left: states, recorded order, events, gradients. See
+``proven`` for the releases whose methods these are known to equal. The loops over parameters are
+written out: on small layers a call each is what they would cost most for.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class Steady:
 
     Attributes:
         slots: for each parameter its ``FSDPParam``, the unsharded parameter, the sharded storage's
-            flat tensor and the ``param_dtype`` that it was settled with, its module, its name
-            there, and the other places where it is registered.
+            flat tensor and the ``param_dtype`` that it was settled with, its size in bytes, its
+            module, its name there, and the other places where it is registered.
         hands_over: gradients of ``dtype`` become the sharded gradients as they stand.
         size: how many attributes the group has; more of them, and somebody may have put a
             method on it.
@@ -80,8 +81,8 @@ class Steady:
     def __init__(self, group: Any, state: GroupState, places: Places) -> None:
         self.places = places
         self.slots = [
-            (fsdp_param, fsdp_param._unsharded_param, data, param_dtype, *where[0], where[1:])
-            for (fsdp_param, data, param_dtype), (_, where) in zip(state.basis, places.slots)
+            (p, p._unsharded_param, data, param_dtype, data.nbytes, *where[0], where[1:])
+            for (p, data, param_dtype), (_, where) in zip(state.basis, places.slots)
         ]
         self.pending = state.pending
         self.nbytes = state.nbytes
@@ -114,7 +115,7 @@ class Stepper:
 
     def __init__(self, fsdp2: Fsdp2, release: proven.Release) -> None:
         self._fsdp2 = fsdp2
-        self._cls = fsdp2.group_classes[0]
+        self._cls: Any = fsdp2.group_classes[0]
         self.states = states = fsdp2.training_states
         self.release = release
         self._idle, self._forward = states.IDLE, states.FORWARD
@@ -143,6 +144,7 @@ class Stepper:
         return cls(fsdp2, release)
 
     def patches(self) -> list[tuple[Any, str, Wrapping]]:
+        """What these methods replace: owner and attribute, and the wrapt wrapper."""
         return [(self._cls, name, getattr(self, name)) for name in METHODS]
 
     # -- whether ---------------------------------------------------------------------------
@@ -150,7 +152,7 @@ class Stepper:
     def begin(self) -> None:
         """Remember what is in place now, after everything has been installed."""
         fsdp2 = self._fsdp2
-        owners = (
+        owners: tuple[tuple[type, tuple[str, ...]], ...] = (
             (self._cls, proven.GROUP_METHODS),
             (fsdp2.param_class, proven.PARAM_METHODS),
             (fsdp2.state_class, proven.STATE_METHODS),
@@ -161,12 +163,13 @@ class Stepper:
                 return  # somebody else's, which torch's methods call
             self._functions += functions
             self._codes += map(_code, functions)
-        for owner, names in (*owners, (fsdp2.group_module, _REDUCE)):
-            get = vars(owner).get
-            self._watched.append((get, tuple(names), tuple(map(get, names))))
+        for where, names in (*owners, (fsdp2.group_module, _REDUCE)):
+            get = vars(where).get
+            self._watched.append((get, names, tuple(map(get, names))))
         self.look_again()
 
     def stop(self) -> None:
+        """Stand aside for good, and put torch's hooks back on live modules."""
         self._watched = []
         self.aside = True
         self.hooks.give_back()
@@ -182,7 +185,8 @@ class Stepper:
             not self._watched
             or not all(map(operator.is_, map(_code, self._functions), self._codes))
             or not all(
-                all(map(operator.is_, map(get, names), found)) for get, names, found in self._watched
+                all(map(operator.is_, map(get, names), found))
+                for get, names, found in self._watched
             )
             or (fsdp2.traceable and (fsdp2.compiled_autograd_enabled() or not fsdp2.skips_hooks()))
             or (self._logger is not None and self._logger.isEnabledFor(logging.DEBUG))
@@ -223,7 +227,9 @@ class Stepper:
         )
 
     def _look_at(self, group: Any, state: GroupState) -> Steady | None:
-        if not state.settled or state.steady_tried or type(group) is not self._cls:
+        if not (state.settled and state.basis) or state.steady_tried:
+            return None
+        if type(group) is not self._cls:
             return None
         if not all(hasattr(fsdp_param, "param_dtype") for fsdp_param in group.fsdp_params):
             return None  # before torch's lazy initialization
@@ -278,7 +284,7 @@ class Stepper:
         return wrapped(*args, **kwargs)
 
     def after_forward(self, group: Any) -> bool:
-        """``post_forward``, which passes the output on. False, with nothing changed, if torch has to."""
+        """``post_forward``, less the output. False, with nothing changed, if torch has to."""
         steady = self._steady(group)
         if steady is None:
             return False
@@ -317,9 +323,9 @@ class Stepper:
             self.release.leaf_accumulates and group._fsdp_params_with_wider_grad_dtype
         ):
             return False
-        if group.unshard_in_backward or group._all_gather_result is not None:
-            if not self._unshard(group, steady):
-                return False
+        wanted = group.unshard_in_backward or group._all_gather_result is not None
+        if wanted and not self._unshard(group, steady):
+            return False
         group._training_state = self._pre_backward
         if prefetch:
             if self.release.shares_modules and group._num_param_groups > 1:
@@ -329,24 +335,6 @@ class Stepper:
                 if index > 0:
                     self._prefetch(group, group.comm_ctx.post_forward_order[index - 1])
         return True
-
-    def finalize_backward(
-        self, wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        state = group.__dict__.get(ATTRIBUTE)
-        steady = None if state is None else state.steady
-        if (
-            steady is None
-            or self.aside
-            or not steady.hands_over
-            or group._all_gather_result is not None
-            or group._post_reduce_event is not None
-            or group._all_reduce_state is not None
-            or (self.release.waits_for_streams and group.comm_ctx._last_post_reduce_events)
-        ):
-            return wrapped(*args, **kwargs)
-        group._post_forward_indices.clear()
-        return None
 
     def post_backward(
         self, wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -361,8 +349,8 @@ class Stepper:
             return False
         dtype, sharded, new = steady.dtype, self._sharded, self._new
         leaf_accumulates = self.release.leaf_accumulates
-        given, odd = 0, False
-        for fsdp_param, param, _, _, module, name, more in steady.slots:
+        given, nbytes, odd = 0, 0, False
+        for fsdp_param, param, _, _, size, module, name, more in steady.slots:
             sharded_param = fsdp_param.sharded_param
             grad = param.grad
             if grad is not None:
@@ -388,20 +376,14 @@ class Stepper:
                 else:
                     existing._local_tensor += grad
                 given += 1
+                nbytes += size
             module._parameters[name] = sharded_param
             if more:
                 _register(more, sharded_param)
             fsdp_param.sharded_state = sharded
         if given:
             counters.reduce_scatters += 1
-            if given == len(steady.slots):
-                counters.reduce_scatter_bytes += steady.nbytes
-            else:
-                counters.reduce_scatter_bytes += sum(
-                    data.nbytes
-                    for fsdp_param, _, data, *_ in steady.slots
-                    if fsdp_param.sharded_param.grad is not None
-                )
+            counters.reduce_scatter_bytes += nbytes
         if odd:
             # Parameters do not depend on each other where nothing is flattened: those that were
             # seen to have no gradient left, and torch's method goes on with the others.
@@ -438,6 +420,24 @@ class Stepper:
             and nobody_traces()
         )
 
+    def finalize_backward(
+        self, wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        state = group.__dict__.get(ATTRIBUTE)
+        steady = None if state is None else state.steady
+        if (
+            steady is None
+            or self.aside
+            or not steady.hands_over
+            or group._all_gather_result is not None
+            or group._post_reduce_event is not None
+            or group._all_reduce_state is not None
+            or (self.release.waits_for_streams and group.comm_ctx._last_post_reduce_events)
+        ):
+            return wrapped(*args, **kwargs)
+        group._post_forward_indices.clear()
+        return None
+
     def _leave_event(self, group: Any) -> None:
         """Leave the event that finalization waits for."""
         if group._post_reduce_event is not None or group._all_reduce_state is not None:
@@ -469,7 +469,7 @@ class Stepper:
             state = group.__dict__.get(ATTRIBUTE)
             if state is None or state.steady is not steady:
                 return False  # handed back by another thread
-            for fsdp_param, param, data, param_dtype, module, name, more in steady.slots:
+            for fsdp_param, param, data, param_dtype, _, module, name, more in steady.slots:
                 if fsdp_param._sharded_param_data is not data or (
                     fsdp_param.param_dtype is not param_dtype
                 ):
@@ -492,7 +492,7 @@ class Stepper:
     def _reshard(self, group: Any, steady: Steady) -> None:
         """Nothing to free: the memory is the sharded parameters'."""
         sharded = self._sharded
-        for fsdp_param, _, _, _, module, name, more in steady.slots:
+        for fsdp_param, _, _, _, _, module, name, more in steady.slots:
             sharded_param = fsdp_param.sharded_param
             module._parameters[name] = sharded_param
             if more:

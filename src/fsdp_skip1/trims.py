@@ -195,7 +195,8 @@ def inputs_with_grad(
     torch knows how to walk containers, and rebuilds them. Tuples without such tensors stay.
     """
     found: list[tuple[int | str, torch.Tensor]] = []
-    for key, value in (*enumerate(inputs), *keywords.items()):
+    everything: tuple[tuple[int | str, Any], ...] = (*enumerate(inputs), *keywords.items())
+    for key, value in everything:
         kind = type(value)
         if kind in _PLAIN:
             if value.requires_grad:
@@ -330,16 +331,23 @@ def places_of(group: Any, state: GroupState) -> Places | None:
 # -- the pre-backward hook ---------------------------------------------------------------------
 
 
+def is_one_tensor(output: Any) -> bool:
+    """Whether a module's output is one tensor to put a hook on, and no more.
+
+    A view may be worth a warning of torch's, a subclass may hold several tensors.
+    """
+    return type(output) is torch.Tensor and not output._is_view() and not functorch_active()
+
+
 def _pre_backward_hook(fsdp2: Fsdp2) -> list[Patch]:
     stored = vars(fsdp2.state_class)
     if not {"_register_pre_backward_hook", "_pre_backward"} <= stored.keys():
         return []
 
     def register(wrapped: Any, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = args[0] if len(args) == 1 and not kwargs else None
-        # A view may be worth a warning of torch's, a subclass may hold several tensors.
-        if type(output) is not torch.Tensor or output._is_view() or functorch_active():
+        if len(args) != 1 or not is_one_tensor(args[0]):
             return wrapped(*args, **kwargs)
+        (output,) = args
         if output.requires_grad and torch.is_grad_enabled():
             output.register_hook(state._pre_backward)
         return output
@@ -442,9 +450,7 @@ _frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 def _typecheck(fsdp2: Fsdp2) -> list[Patch]:
     checking = type_checking()
 
-    def no_typecheck(
-        wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def no_typecheck(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return wrapped(*args, **kwargs) if checking() else _NO_RANGE
 
     name = "_spmd_no_typecheck"
