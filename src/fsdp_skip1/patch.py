@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdp_skip1 import others, trims
+from fsdp_skip1 import others, roots, trims
 from fsdp_skip1.counters import counters
 from fsdp_skip1.notices import announce, heard, log, rank, warn_once
 from fsdp_skip1.plan import shard_mesh_size
@@ -297,6 +297,10 @@ def _root_pre_forward(point: PatchPoint) -> Wrapping:
             _look_for_reload(unsharder)
             if _stepper is not None:
                 _stepper.look_again()
+        if _stepper is not None and len(args) == 3 and roots.begin_forward(_stepper, state):
+            _stepper.hooks.take(state)
+            _tell_of(state)
+            return args[1:]
         event = state._state_ctx.post_optim_event
         result = wrapped(*args, **kwargs)
         if event is not None and state._state_ctx.post_optim_event is None:

@@ -58,7 +58,13 @@ STATE_METHODS = (
     "_register_root_post_backward_final_callback",
     "_root_post_backward_final_callback",
 )
-_LATER_STATE_METHODS = ("_cast_forward_inputs", "_cast_output_dtype")
+_SOME_STATE_METHODS = (
+    "_cast_forward_inputs",
+    "_cast_output_dtype",
+    "_finalize_backward",
+    "_end_backward_iteration",
+    "wait_for_gradient_reduction",
+)
 # Of some releases only.
 _LATER_GROUP_METHODS = (
     "_set_unsharded_grad_dtypes",
@@ -88,6 +94,7 @@ class Release:
         inputs: where the context holds the inputs of reduce-scatters in flight.
         factor: where a group holds the user's divide factor.
         waits_for_streams: the context keeps the last event of each stream, for finalization.
+        finalizes_groups: the end of a backward finalizes groups, not states.
         leaf_accumulates: gradients accumulate in the leaf, in a dtype of its own.
     """
 
@@ -98,24 +105,39 @@ class Release:
     inputs: str = "reduce_scatter_states"
     factor: str = "gradient_divide_factor"
     waits_for_streams: bool = False
+    finalizes_groups: bool = False
     leaf_accumulates: bool = False
+
+    def let_go_of_inputs(self, context: Any, device_handle: Any) -> None:
+        """Wait for the reduce-scatters whose inputs ``context`` still holds, and drop those."""
+        held = getattr(context, self.inputs)
+        several = isinstance(held, list)
+        for each in held if several else [] if held is None else [held]:
+            if each.event is not None:
+                device_handle.current_stream().wait_event(each.event)
+        if several:
+            held.clear()
+        else:
+            setattr(context, self.inputs, None)
 
 
 _2_8 = Release("2.8", inputs="reduce_scatter_state")
 _2_10 = replace(_2_8, name="2.10", stays_out_of_recompute=True)
 _2_12 = Release("2.12", stays_out_of_recompute=True, shares_modules=True)
-_2_13 = replace(_2_12, name="2.13", registers_once=True, waits_for_streams=True)
+_2_13 = replace(
+    _2_12, name="2.13", registers_once=True, waits_for_streams=True, finalizes_groups=True
+)
 
 _RELEASES: dict[str, Release] = {
-    "8de0c682d89525ad": replace(_2_8, name="2.7", factor="reduce_scatter_reduce_op"),
-    "a1aee3151284a139": _2_8,
-    "87beb0fa887f93cd": replace(_2_8, name="2.9"),
-    "7ffb118f057e2f5c": _2_10,
-    "4a9ed44abefcecaa": replace(_2_10, name="2.11"),
-    "f9deaff87ff93560": _2_12,
+    "38f99bbdf2eadb5a": replace(_2_8, name="2.7", factor="reduce_scatter_reduce_op"),
+    "268a73b831ebc3cd": _2_8,
+    "f0f160075115d030": replace(_2_8, name="2.9"),
+    "543f0da9b49beaaa": _2_10,
+    "167e07d350c0004d": replace(_2_10, name="2.11"),
+    "af1e188d238a9c54": _2_12,
     "82105e066f84cce2": _2_13,
     "043d399533c1fc1f": replace(_2_13, name="2.14"),
-    "bb75b6d7ad89de59": replace(_2_13, name="2.15", leaf_accumulates=True),
+    "2a6320713ad00aec": replace(_2_13, name="2.15", leaf_accumulates=True),
 }
 
 
@@ -130,7 +152,7 @@ def digest(fsdp2: Fsdp2) -> str | None:
     for owner, names, optional in (
         (fsdp2.group_classes[0], GROUP_METHODS, _LATER_GROUP_METHODS),
         (fsdp2.param_class, PARAM_METHODS, _EARLIER_PARAM_METHODS),
-        (fsdp2.state_class, STATE_METHODS, _LATER_STATE_METHODS),
+        (fsdp2.state_class, STATE_METHODS, _SOME_STATE_METHODS),
     ):
         for name in (*names, *optional):
             function = torchs(owner, name)

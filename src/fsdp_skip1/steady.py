@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fsdp_skip1 import proven
+from fsdp_skip1 import proven, roots
 from fsdp_skip1.counters import counters
 from fsdp_skip1.hooks import Hooks
 from fsdp_skip1.plan import replicate_mesh_size
@@ -59,8 +59,8 @@ class Steady:
 
     Attributes:
         slots: for each parameter its ``FSDPParam``, the unsharded parameter, the sharded storage's
-            flat tensor and the ``param_dtype`` that it was settled with, its size in bytes, its
-            module, its name there, and the other places where it is registered.
+            flat tensor that it was settled with, its size in bytes, its module, its name there,
+            and the other places where it is registered. Its dtypes stay: torch resolves them once.
         hands_over: gradients of ``dtype`` become the sharded gradients as they stand.
         size: how many attributes the group has; more of them, and somebody may have put a
             method on it.
@@ -81,8 +81,8 @@ class Steady:
     def __init__(self, group: Any, state: GroupState, places: Places) -> None:
         self.places = places
         self.slots = [
-            (p, p._unsharded_param, data, param_dtype, data.nbytes, *where[0], where[1:])
-            for (p, data, param_dtype), (_, where) in zip(state.basis, places.slots)
+            (p, p._unsharded_param, data, data.nbytes, *where[0], where[1:])
+            for (p, data, _), (_, where) in zip(state.basis, places.slots)
         ]
         self.pending = state.pending
         self.nbytes = state.nbytes
@@ -145,7 +145,13 @@ class Stepper:
 
     def patches(self) -> list[tuple[Any, str, Wrapping]]:
         """What these methods replace: owner and attribute, and the wrapt wrapper."""
-        return [(self._cls, name, getattr(self, name)) for name in METHODS]
+        found = [(self._cls, name, getattr(self, name)) for name in METHODS]
+        return [*found, (self._fsdp2.state_class, _END, self._end_backward)]
+
+    def _end_backward(
+        self, wrapped: Any, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return None if roots.end_backward(self, state) else wrapped(*args, **kwargs)
 
     # -- whether ---------------------------------------------------------------------------
 
@@ -350,7 +356,7 @@ class Stepper:
         dtype, sharded, new = steady.dtype, self._sharded, self._new
         leaf_accumulates = self.release.leaf_accumulates
         given, nbytes, odd = 0, 0, False
-        for fsdp_param, param, _, _, size, module, name, more in steady.slots:
+        for fsdp_param, param, _, size, module, name, more in steady.slots:
             sharded_param = fsdp_param.sharded_param
             grad = param.grad
             if grad is not None:
@@ -469,10 +475,8 @@ class Stepper:
             state = group.__dict__.get(ATTRIBUTE)
             if state is None or state.steady is not steady:
                 return False  # handed back by another thread
-            for fsdp_param, param, data, param_dtype, _, module, name, more in steady.slots:
-                if fsdp_param._sharded_param_data is not data or (
-                    fsdp_param.param_dtype is not param_dtype
-                ):
+            for fsdp_param, param, data, _, module, name, more in steady.slots:
+                if fsdp_param._sharded_param_data is not data:  # the storage was swapped
                     self._reshard(group, steady)
                     return False
                 requires_grad = fsdp_param.sharded_param.requires_grad
@@ -492,7 +496,7 @@ class Stepper:
     def _reshard(self, group: Any, steady: Steady) -> None:
         """Nothing to free: the memory is the sharded parameters'."""
         sharded = self._sharded
-        for fsdp_param, _, _, _, _, module, name, more in steady.slots:
+        for fsdp_param, _, _, _, module, name, more in steady.slots:
             sharded_param = fsdp_param.sharded_param
             module._parameters[name] = sharded_param
             if more:
@@ -518,6 +522,7 @@ class Stepper:
 
 
 _REDUCE = ("foreach_reduce",)
+_END = "_root_post_backward_final_callback"
 
 
 def _by_torch(fsdp_param: Any, grad: torch.Tensor) -> torch.Tensor:
