@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import types
 import weakref
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -131,7 +132,7 @@ class ModuleHooks:
             if not is_one_tensor(output):
                 output = state._register_pre_backward_hook(output)
             elif output.requires_grad and torch.is_grad_enabled():
-                output.register_hook(pre_backward)
+                _add_hook(output, pre_backward)
             state._training_state = states.IDLE
             return output
 
@@ -150,6 +151,16 @@ class ModuleHooks:
             return grad
 
         return post_forward
+
+
+def _add_hook(tensor: Any, hook: Callable[[torch.Tensor], Any]) -> None:
+    """``register_hook``, less the handle by which to remove it; handles count from zero."""
+    node = tensor.grad_fn
+    if node is None or tensor._backward_hooks is not None:
+        tensor.register_hook(hook)
+        return
+    tensor._backward_hooks = OrderedDict({-1: hook})
+    node._register_hook_dict(tensor)
 
 
 def _below_switch(hook: Any) -> Callable[..., Any] | None:

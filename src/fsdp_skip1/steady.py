@@ -113,7 +113,12 @@ class Steady:
 class Stepper:
     """The four methods, for one FSDP2. One lives as long as the plugin is on."""
 
-    def __init__(self, fsdp2: Fsdp2, release: proven.Release) -> None:
+    def __init__(
+        self,
+        fsdp2: Fsdp2,
+        release: proven.Release,
+        new: Callable[[torch.Tensor, Any], torch.Tensor],
+    ) -> None:
         self._fsdp2 = fsdp2
         self._cls: Any = fsdp2.group_classes[0]
         self.states = states = fsdp2.training_states
@@ -122,7 +127,7 @@ class Stepper:
         self._pre_backward, self._post_backward = states.PRE_BACKWARD, states.POST_BACKWARD
         self._sharded, self._unsharded = fsdp2.sharded, fsdp2.unsharded
         self._type_checking = type_checking()
-        self._new = new_dtensor(fsdp2) or _by_torch
+        self._new = new
         logger = getattr(fsdp2.group_module, "logger", None)
         self._logger = logger if isinstance(logger, logging.Logger) else None
         # What the methods here stand in for: as it was found when the plugin was switched on.
@@ -138,10 +143,10 @@ class Stepper:
     @classmethod
     def of(cls, fsdp2: Fsdp2) -> Stepper | None:
         """None where torch's methods are not known to equal these."""
-        release = proven.find(fsdp2)
-        if release is None or fsdp2.reduce is None:
+        release, new = proven.find(fsdp2), new_dtensor(fsdp2)
+        if release is None or new is None or fsdp2.reduce is None:
             return None
-        return cls(fsdp2, release)
+        return cls(fsdp2, release, new)
 
     def patches(self) -> list[tuple[Any, str, Wrapping]]:
         """What these methods replace: owner and attribute, and the wrapt wrapper."""
@@ -277,7 +282,10 @@ class Stepper:
                     group.post_backward()
 
             ((key, tensor),) = found
-            return with_inputs(inputs, keywords, ((key, view_before(post_backward, tensor)),))
+            view = view_before(post_backward, tensor)
+            if len(inputs) == 1 and not keywords:
+                return (view,), keywords
+            return with_inputs(inputs, keywords, ((key, view),))
         outcome: tuple[tuple[Any, ...], dict[str, Any]]
         outcome = group._register_post_backward_hook(inputs, keywords)
         return outcome
@@ -378,7 +386,7 @@ class Stepper:
                     grad = grad.clone(memory_format=torch.contiguous_format)
                 existing = sharded_param.grad
                 if existing is None:
-                    sharded_param.grad = new(fsdp_param, grad)
+                    sharded_param.grad = new(grad, fsdp_param._sharding_spec)
                 else:
                     existing._local_tensor += grad
                 given += 1
@@ -523,11 +531,6 @@ class Stepper:
 
 _REDUCE = ("foreach_reduce",)
 _END = "_root_post_backward_final_callback"
-
-
-def _by_torch(fsdp_param: Any, grad: torch.Tensor) -> torch.Tensor:
-    made: torch.Tensor = fsdp_param.to_sharded_dtensor(grad)
-    return made
 
 
 def _register(places: Any, param: Any) -> None:

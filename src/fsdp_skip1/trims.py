@@ -9,6 +9,7 @@ those to keep, separated by commas.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import operator
 import os
@@ -194,6 +195,8 @@ def inputs_with_grad(
 
     torch knows how to walk containers, and rebuilds them. Tuples without such tensors stay.
     """
+    if len(inputs) == 1 and not keywords and type(inputs[0]) is torch.Tensor:
+        return [(0, inputs[0])] if inputs[0].requires_grad else []
     found: list[tuple[int | str, torch.Tensor]] = []
     everything: tuple[tuple[int | str, Any], ...] = (*enumerate(inputs), *keywords.items())
     for key, value in everything:
@@ -370,8 +373,8 @@ def sharded_dtensor(fsdp2: Fsdp2) -> Callable[[Any, torch.Tensor], torch.Tensor]
         made: torch.Tensor = fsdp_param.to_sharded_dtensor(tensor)
         return made
 
-    make = new_dtensor(fsdp2)
-    if make is None:
+    new = new_dtensor(fsdp2)
+    if new is None:
         return by_torch
 
     def directly(fsdp_param: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -386,24 +389,20 @@ def sharded_dtensor(fsdp2: Fsdp2) -> Callable[[Any, torch.Tensor], torch.Tensor]
             or type(fsdp_param).to_sharded_dtensor is not stock  # somebody patched it since
         ):
             return by_torch(fsdp_param, tensor)
-        return make(fsdp_param, tensor)
+        return new(tensor, spec)
 
     return directly
 
 
-def new_dtensor(fsdp2: Fsdp2) -> Callable[[Any, torch.Tensor], torch.Tensor] | None:
-    """What makes a DTensor of a local gradient by the parameter's own sharding spec."""
+def new_dtensor(fsdp2: Fsdp2) -> Callable[[torch.Tensor, Any], torch.Tensor] | None:
+    """What makes a DTensor of a local tensor and a sharding spec; None if that is torch's to do."""
     if "dtensor" not in chosen() or not has_attributes(fsdp2.param_class, "_sharding_spec"):
         return None
     from torch.distributed.tensor import DTensor
 
     new = getattr(DTensor.__new__, "__wrapped__", DTensor.__new__)
-
-    def make(fsdp_param: Any, tensor: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = new(DTensor, tensor, fsdp_param._sharding_spec, requires_grad=False)
-        return made
-
-    return make
+    # A partial, not a function: it is called for every gradient.
+    return functools.partial(new, DTensor, requires_grad=False)
 
 
 # -- dynamo's off-switch -----------------------------------------------------------------------

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 BLOCK = 5
 """Timed steps of one arm before the next arm's turn."""
 
-WARM_UP = 2
+WARM_UP = 4
 """Steps before those."""
 
 ALLOCATORS = frozenset(
