@@ -14,6 +14,7 @@ import pytest
 import torch
 from support import models, warmup
 from support.arms import param_groups, seed_everything
+from support.counting import counting
 from support.features import RELEASE
 from support.ranks import run_ranks
 from torch import nn
@@ -277,6 +278,41 @@ def test_who_patches_a_group_later_is_called(name: str) -> None:
 
 
 @proven_release
+def test_who_patches_a_state_later_is_called() -> None:
+    def body() -> None:
+        training = steady_training()
+        state = training.module.blocks[1]._get_fsdp_state()
+        seen: list[str] = []
+        for name in ("_pre_backward", "_register_pre_backward_hook", "_root_pre_forward"):
+            wrap(state, name, seen)
+        training.step()
+        assert sorted(seen) == ["_pre_backward", "_register_pre_backward_hook", "_root_pre_forward"]
+
+    in_child(body)
+
+
+@proven_release
+def test_who_takes_an_attribute_away_for_a_method_is_called() -> None:
+    def body() -> None:
+        training = steady_training()
+        group = training.groups[1]
+        group.note = 1
+        training.step()
+        del group.note
+        seen: list[str] = []
+        wrap(group, "reshard", seen)
+        training.step()
+        assert len(seen) == 2
+        del group.reshard
+        training.step()
+        with called() as ran:
+            training.step()
+        assert not ran, ran
+
+    in_child(body)
+
+
+@proven_release
 def test_who_patches_between_forward_and_backward_is_called() -> None:
     def body() -> None:
         from fsdp_skip1 import patch
@@ -345,6 +381,13 @@ def hooked(training: Training) -> None:
     assert seen == [parameter.shape]
 
 
+def observed(training: Training) -> None:
+    """Dispatch modes find torch's operators, profiler ranges and all."""
+    with counting(comms=False) as counts:
+        training.step()
+    assert counts.ops["profiler::_record_function_enter_new"] > 2 * len(training.groups)
+
+
 def with_graph(training: Training) -> None:
     loss = training.module(torch.ones(2, models.DIM)).pow(2).sum()
     loss.backward(create_graph=True)
@@ -352,7 +395,9 @@ def with_graph(training: Training) -> None:
 
 
 @proven_release
-@pytest.mark.parametrize("use", [profiled, debugged, hooked, with_graph], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "use", [profiled, debugged, hooked, observed, with_graph], ids=lambda f: f.__name__
+)
 def test_torchs_methods_run(use: Callable[[Training], None]) -> None:
     def body() -> None:
         training = steady_training()
@@ -472,6 +517,94 @@ def test_a_module_may_write_to_its_input() -> None:
             training.module(torch.ones(2, models.DIM))
 
     in_child(body)
+
+
+@proven_release
+def test_a_hook_on_one_parameter_sees_the_gradients_before_it() -> None:
+    """Those before it in its group, and none behind it, as in stock."""
+
+    def run(on: bool) -> list[list[bool]]:
+        import fsdp_skip1
+
+        (fsdp_skip1.enable if on else fsdp_skip1.disable)()
+        module = models.stack()
+        for block in module.blocks:
+            fully_shard(block)
+        fully_shard(module)
+        parameters = list(module.blocks[0].parameters())
+        seen = []
+
+        def hook(_: nn.Parameter) -> None:
+            seen.append([p.grad is not None for p in parameters])
+
+        parameters[2].register_post_accumulate_grad_hook(hook)
+        for _ in range(3):
+            module(torch.ones(2, models.DIM)).sum().backward()
+            module.zero_grad()
+        return seen
+
+    stock, ours = in_child(lambda: (run(False), run(True)))
+    assert ours == stock
+    assert stock[-1] == [True, True, True, False, False]
+
+
+class Selective(models.Stack):
+    """Checkpoints a region of two blocks and one of one; matrix products are not computed again."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=3)
+        self.before = nn.Linear(models.DIM, models.DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torch.utils import checkpoint as ac
+
+        def policy(_: Any, op: Any, *__: Any, **___: Any) -> ac.CheckpointPolicy:
+            saved = op is torch.ops.aten.addmm.default
+            choice = ac.CheckpointPolicy
+            return choice.MUST_SAVE if saved else choice.PREFER_RECOMPUTE
+
+        first, second, third = self.blocks
+        contexts = functools.partial(ac.create_selective_checkpoint_contexts, policy)
+        run = functools.partial(ac.checkpoint, use_reentrant=False, context_fn=contexts)
+        return self.head(run(third, run(lambda y: second(first(y)), self.before(x))))
+
+
+@proven_release
+def test_selective_checkpointing_over_blocks() -> None:
+    """It compares the operators of two forwards: neither may be shortened alone."""
+
+    def body() -> None:
+        training = Training(Selective)
+        for _ in range(4):
+            training.step()
+
+    in_child(body)
+
+
+@proven_release
+@pytest.mark.parametrize("compiled_first", [False, True])
+def test_blocks_compiled_as_one_graph(compiled_first: bool) -> None:
+    """torch.compile passes over our hooks as it does over torch's."""
+
+    def body() -> None:
+        training = Training()
+        module = training.module
+        if compiled_first:
+            training = Training(compiled)
+        else:
+            for block in module.blocks:
+                block.compile(backend="eager", fullgraph=True)
+        for _ in range(4):
+            training.step()
+
+    in_child(body)
+
+
+def compiled() -> nn.Module:
+    stack = models.stack()
+    for block in stack.blocks:
+        block.compile(backend="eager", fullgraph=True)
+    return stack
 
 
 class Passing(nn.Module):

@@ -17,7 +17,7 @@ import torch
 
 from fsdp_skip1.others import is_untouched
 from fsdp_skip1.releases import groups_of
-from fsdp_skip1.trims import is_one_tensor
+from fsdp_skip1.trims import is_one_tensor, untraced
 from fsdp_skip1.unshard import ATTRIBUTE
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class ModuleHooks:
         self._state = state
         (self._group,) = groups_of(state)
         module = state._modules[0]
-        self._taken: list[tuple[MutableMapping[Any, Any], Any, Any, Any]] = []
+        self._taken: list[tuple[MutableMapping[Any, Any], Any, Any]] = []
         self._take(module._forward_pre_hooks, "_pre_forward_hook_handle", self._before_forward)
         self._take(module._forward_hooks, "_post_forward_hook_handle", self._after_forward)
 
@@ -76,23 +76,27 @@ class ModuleHooks:
         make: Callable[[Any, Any], Callable[..., Any]],
     ) -> None:
         key = getattr(getattr(self._state, handle, None), "id", None)
-        theirs = registry.get(key)
+        theirs: Any = registry.get(key)
         raw = _below_switch(theirs)
         if raw is not None:
-            registry[key] = ours = make(theirs, raw)
-            self._taken.append((registry, key, theirs, ours))
+            ours: Any = untraced(make(theirs, raw))
+            ours.__name__ = theirs.__name__
+            registry[key] = ours
+            self._taken.append((registry, theirs, ours))
 
     def give_back(self) -> None:
-        for registry, key, theirs, ours in self._taken:
-            if registry.get(key) is ours:
-                registry[key] = theirs
+        for registry, theirs, ours in self._taken:
+            for key, hook in list(registry.items()):  # perhaps under another handle by now
+                if hook is ours:
+                    registry[key] = theirs
 
-    # Each hook, when it is traced, has to be torch's, at which torch.compile breaks its graph. With
-    # no frame evaluation set in this thread, there is nothing to switch off.
+    # Each hook, when it is traced, has to be torch's, at which torch.compile breaks its graph. As a
+    # frame of its own it is passed over, as torch's are. With no frame evaluation set in this
+    # thread, there is nothing to switch off.
 
     def _before_forward(self, theirs: Any, raw: Any) -> Callable[..., Any]:
         stepper, state, group = self._stepper, self._state, self._group
-        context, policy, states = state._state_ctx, state._mp_policy, stepper.states
+        policy, states = state._mp_policy, stepper.states
         casts = policy.cast_forward_inputs and policy.param_dtype
 
         def pre_forward(module: Any, args: Any, kwargs: Any) -> Any:
@@ -101,11 +105,12 @@ class ModuleHooks:
             if (
                 state._training_state is not states.IDLE
                 or state._is_root is not False
-                or context.iter_forward_root is None
+                or state._state_ctx.iter_forward_root is None
                 or state._states_to_forward_prefetch
                 or state._mp_policy is not policy
                 or casts
                 or stepper.reduction_pending(state)
+                or not stepper.is_torchs(state)
             ):
                 return raw(module, args, kwargs)
             state._training_state = states.FORWARD
@@ -116,14 +121,15 @@ class ModuleHooks:
 
     def _after_forward(self, theirs: Any, raw: Any) -> Callable[..., Any]:
         stepper, state, group = self._stepper, self._state, self._group
-        context, states = state._state_ctx, stepper.states
+        states = stepper.states
 
         def post_forward(module: Any, inputs: Any, output: Any) -> Any:
             if _compiling() or stepper.aside or _frame_callback() is not None:
                 return theirs(module, inputs, output)
             if (
                 state._training_state is states.PRE_BACKWARD
-                or context.iter_forward_root is state
+                or state._state_ctx.iter_forward_root is state
+                or not stepper.is_torchs(state)
                 or state._mp_policy.output_dtype is not None
             ):
                 return raw(module, inputs, output)
@@ -136,12 +142,14 @@ class ModuleHooks:
             state._training_state = states.IDLE
             return output
 
+        @untraced
         def pre_backward(grad: torch.Tensor) -> Any:
             if (
                 _compiling()
                 or stepper.aside
                 or _frame_callback() is not None
                 or state._states_to_backward_prefetch
+                or not stepper.is_torchs(state)
             ):
                 return state._pre_backward(grad)
             state._training_state = states.PRE_BACKWARD

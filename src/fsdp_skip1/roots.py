@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdp_skip1.releases import groups_of
-from fsdp_skip1.trims import nobody_traces
+from fsdp_skip1.trims import nobody_traces, observed
 
 if TYPE_CHECKING:
     from fsdp_skip1.steady import Stepper
@@ -30,6 +30,8 @@ def begin_forward(stepper: Stepper, state: Any) -> bool:
         or context.post_optim_event is not None
         or state._device.type != "cpu"
         or _profiling()
+        or observed()
+        or not stepper.is_torchs(state)
     ):
         return False
     context.iter_forward_root = state
@@ -39,7 +41,9 @@ def begin_forward(stepper: Stepper, state: Any) -> bool:
 def end_backward(stepper: Stepper, state: Any) -> bool:
     """``_root_post_backward_final_callback``. False, with nothing changed, if torch has to."""
     context, release, states = state._state_ctx, stepper.release, stepper.states
-    if stepper.aside or _profiling() or not context.is_last_backward or not nobody_traces():
+    if stepper.aside or _profiling() or observed() or not nobody_traces():
+        return False
+    if not context.is_last_backward or not stepper.is_torchs(state):
         return False
     if release.leaf_accumulates and context.manual_backward_finalization_active is not False:
         return False

@@ -24,10 +24,12 @@ from torch import nn
 from fsdp_skip1 import proven, roots
 from fsdp_skip1.counters import counters
 from fsdp_skip1.hooks import Hooks
+from fsdp_skip1.others import of_class
 from fsdp_skip1.plan import replicate_mesh_size
 from fsdp_skip1.trims import (
     chosen,
     inputs_with_grad,
+    may_be_viewed,
     new_dtensor,
     nobody_traces,
     places_of,
@@ -45,7 +47,10 @@ if TYPE_CHECKING:
     from fsdp_skip1.trims import Places
     from fsdp_skip1.unshard import GroupState
 
+_PARAM_METHODS = frozenset(proven.PARAM_METHODS)
+_STATE_METHODS = frozenset(proven.STATE_METHODS)
 _profiling = torch.autograd._profiler_enabled
+_modes = torch._C._len_torch_dispatch_stack  # see ``trims.observed``
 _backward = torch._C._current_graph_task_id  # -1 outside
 _code = operator.attrgetter("__code__")
 _holders = torch._C._storage_Use_Count
@@ -62,8 +67,6 @@ class Steady:
             flat tensor that it was settled with, its size in bytes, its module, its name there,
             and the other places where it is registered. Its dtypes stay: torch resolves them once.
         hands_over: gradients of ``dtype`` become the sharded gradients as they stand.
-        size: how many attributes the group has; more of them, and somebody may have put a
-            method on it.
     """
 
     __slots__ = (
@@ -74,7 +77,6 @@ class Steady:
         "pending",
         "places",
         "reduce_dtype",
-        "size",
         "slots",
     )
 
@@ -86,7 +88,6 @@ class Steady:
         ]
         self.pending = state.pending
         self.nbytes = state.nbytes
-        self.size = len(group.__dict__)
         self.mesh_info = group.mesh_info
         self.reduce_dtype = getattr(group, "_reduce_dtype", None)
         self.dtype = state.basis[0][1].dtype
@@ -213,22 +214,27 @@ class Stepper:
 
     def _steady(self, group: Any) -> Steady | None:
         """The group's steady state, if nothing forbids the short way at this moment."""
-        if self.aside or _profiling() or _transforming() or self._type_checking():
+        if self.aside or _profiling() or _modes() or _transforming() or self._type_checking():
             return None
-        attributes = group.__dict__
-        state = attributes.get(ATTRIBUTE)
+        state = group.__dict__.get(ATTRIBUTE)
         if state is None:
             return None
         steady: Steady | None = state.steady
-        if steady is None:
-            steady = self._look_at(group, state)
-            if steady is None:
-                return None
-        if len(attributes) != steady.size:
-            if not attributes.keys().isdisjoint(self._methods):
-                return None
-            steady.size = len(attributes)
-        return steady
+        return self._look_at(group, state) if steady is None else steady
+
+    def _is_patched(self, group: Any) -> bool:
+        """Whether somebody has put a method on this group."""
+        return not group.__dict__.keys().isdisjoint(self._methods)
+
+    def is_torchs(self, state: Any) -> bool:
+        """Whether an FSDP2 state has torch's own methods, with nobody's on top."""
+        cls = type(state)
+        if cls is not self._fsdp2.state_class and not all(
+            of_class(cls, name) is vars(self._fsdp2.state_class).get(name)
+            for name in proven.STATE_METHODS
+        ):
+            return False
+        return state.__dict__.keys().isdisjoint(_STATE_METHODS)
 
     def reduction_pending(self, state: Any) -> bool:
         """Whether torch refuses a forward at this moment; from 2.15 on."""
@@ -244,7 +250,10 @@ class Stepper:
             return None
         if not all(hasattr(fsdp_param, "param_dtype") for fsdp_param in group.fsdp_params):
             return None  # before torch's lazy initialization
-        if not group.__dict__.keys().isdisjoint(self._methods):
+        if self._is_patched(group):
+            return None
+        params = self._fsdp2.param_class
+        if any(type(p) is not params or _PARAM_METHODS & vars(p).keys() for p in group.fsdp_params):
             return None
         state.steady_tried = True
         places = places_of(group, state)
@@ -273,19 +282,20 @@ class Stepper:
         if not entering and self.release.registers_once:
             return inputs, keywords
         found = inputs_with_grad(inputs, keywords) if self._as_view else None
-        if found is not None and len(found) < 2:
+        if found is not None:
             if not found or not torch.is_grad_enabled():
                 return inputs, keywords
+            if may_be_viewed(found):
 
-            def post_backward(_: Any) -> None:
-                if _compiling() or not self.after_backward(group):
-                    group.post_backward()
+                def post_backward() -> None:
+                    if _compiling() or not self.after_backward(group):
+                        group.post_backward()
 
-            ((key, tensor),) = found
-            view = view_before(post_backward, tensor)
-            if len(inputs) == 1 and not keywords:
-                return (view,), keywords
-            return with_inputs(inputs, keywords, ((key, view),))
+                ((key, tensor),) = found
+                view = view_before(post_backward, tensor)
+                if len(inputs) == 1 and not keywords:
+                    return (view,), keywords
+                return with_inputs(inputs, keywords, ((key, view),))
         outcome: tuple[tuple[Any, ...], dict[str, Any]]
         outcome = group._register_post_backward_hook(inputs, keywords)
         return outcome
@@ -377,7 +387,7 @@ class Stepper:
                     or (leaf_accumulates and fsdp_param._has_sharded_grad_dtype_override)
                 ):
                     odd = True
-                    continue
+                    break
                 param.grad = None
                 # As in ``reduce``: contiguous, and nobody else can write to it. The storage is
                 # held by the gradient and by ``storage``.
@@ -399,8 +409,8 @@ class Stepper:
             counters.reduce_scatters += 1
             counters.reduce_scatter_bytes += nbytes
         if odd:
-            # Parameters do not depend on each other where nothing is flattened: those that were
-            # seen to have no gradient left, and torch's method goes on with the others.
+            # Parameters do not depend on each other where nothing is flattened: those before it
+            # have no gradient left, and torch's method goes on from here, in the same order.
             return False
         group._training_state = self._post_backward
         group._sharded_state = sharded
@@ -466,6 +476,9 @@ class Stepper:
 
     def _unshard(self, group: Any, steady: Steady) -> bool:
         """``unshard`` and ``wait_for_unshard``. False, with nothing changed, if torch has to."""
+        if self._is_patched(group):
+            group.__dict__[ATTRIBUTE].unsettle_step()
+            return False
         pending = group._all_gather_result
         if group._sharded_state is self._unsharded:
             return pending is None

@@ -104,15 +104,18 @@ def _ranges(fsdp2: Fsdp2) -> list[Patch]:
         return []
 
     def record_function(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.autograd._profiler_enabled() or kwargs or _observed():
+        if torch.autograd._profiler_enabled() or kwargs or observed():
             return wrapped(*args, **kwargs)
         return _NO_RANGE
 
     return [(fsdp2.group_module, "record_function", record_function)]
 
 
-def _observed() -> bool:
-    """Whether a dispatch mode looks on: it finds the same operators as in stock."""
+def observed() -> bool:
+    """Whether a dispatch mode looks on: it finds the same operators as in stock.
+
+    Selective checkpointing, for one, wants them all again in its second forward.
+    """
     return bool(torch._C._len_torch_dispatch_stack())
 
 
@@ -162,10 +165,9 @@ def _post_backward_function(fsdp2: Fsdp2) -> list[Patch]:
             return wrapped(*args, **kwargs)
         if not found:
             return inputs, keywords
-        if as_view and len(found) == 1:
+        if as_view and may_be_viewed(found) and not observed():
             ((key, tensor),) = found
-            view = view_before(lambda _: group.post_backward(), tensor)
-            return with_inputs(inputs, keywords, [(key, view)])
+            return with_inputs(inputs, keywords, [(key, view_before(group.post_backward, tensor))])
         outputs = PostBackward.apply(group, *[tensor for _, tensor in found])
         return with_inputs(inputs, keywords, zip((key for key, _ in found), outputs))
 
@@ -173,15 +175,25 @@ def _post_backward_function(fsdp2: Fsdp2) -> list[Patch]:
     return [(cls, "_register_post_backward_hook", register)]
 
 
-def view_before(hook: Callable[[Any], None], tensor: torch.Tensor) -> torch.Tensor:
-    """A view of ``tensor`` whose node in the graph runs ``hook`` before its own work.
+def view_before(post_backward: Callable[[], Any], tensor: torch.Tensor) -> torch.Tensor:
+    """A view of ``tensor`` whose node in the graph calls ``post_backward`` behind its own work.
 
-    A hook of the node comes after every hook of the tensor, as torch's Function does.
+    A hook behind the node comes after all hooks of the tensor and those before the node, and before
+    others behind it: where torch's Function does the same.
     """
     view = tensor[...]  # an alias: its backward passes the gradient on as it is, unlike a view's
+
+    def behind(*_: Any) -> None:
+        post_backward()
+
     node: Any = view.grad_fn
-    node.register_prehook(hook)
+    node.register_hook(behind)
     return view
+
+
+def may_be_viewed(found: list[tuple[int | str, torch.Tensor]]) -> bool:
+    """Whether these inputs are one tensor of which there can be a view."""
+    return len(found) == 1 and found[0][1].layout is torch.strided
 
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
@@ -441,6 +453,17 @@ def nobody_traces() -> bool:
 
 
 _frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have torch.compile pass over the function, where it is not called from what is traced."""
+    frames: Any = torch._C._dynamo.eval_frame
+    set_strategy = getattr(frames, "set_code_exec_strategy", None)
+    if set_strategy is not None:
+        action = frames._FrameAction
+        strategy = frames._FrameExecStrategy(action.SKIP, action.DEFAULT)
+        set_strategy(getattr(function, "__code__", None), strategy)
+    return function
 
 
 # -- type checks of later releases -------------------------------------------------------------

@@ -101,6 +101,10 @@ class GroupState:
     def unsettle(self) -> None:
         """What was settled has to be looked at again, at the next unshard."""
         self.settled = False
+        self.unsettle_step()
+
+    def unsettle_step(self) -> None:
+        """The step has to be torch's for now."""
         self.steady, self.steady_tried = None, False
 
 
