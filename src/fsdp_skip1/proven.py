@@ -108,14 +108,10 @@ class Release:
     finalizes_groups: bool = False
     leaf_accumulates: bool = False
 
-    def let_go_of_inputs(self, context: Any, device_handle: Any) -> None:
-        """Wait for the reduce-scatters whose inputs ``context`` still holds, and drop those."""
+    def let_go_of_inputs(self, context: Any) -> None:
+        """Drop what ``context`` holds for reduce-scatters that are over."""
         held = getattr(context, self.inputs)
-        several = isinstance(held, list)
-        for each in held if several else [] if held is None else [held]:
-            if each.event is not None:
-                device_handle.current_stream().wait_event(each.event)
-        if several:
+        if isinstance(held, list):
             held.clear()
         else:
             setattr(context, self.inputs, None)

@@ -47,10 +47,16 @@ def end_backward(stepper: Stepper, state: Any) -> bool:
         return False
     if release.leaf_accumulates and context.manual_backward_finalization_active is not False:
         return False
+    communication = state._comm_ctx
+    every = [(each, groups_of(each)) for each in context.all_states]
+    # Where all hand their gradients over, nobody leaves anything on another stream to wait for.
+    if getattr(communication, release.inputs) or not all(
+        stepper.hands_over(group) for _, groups in every for group in groups
+    ):
+        return False
     if release.finalizes_groups:
         context.iter_forward_root = None
-    for each in context.all_states:
-        groups = groups_of(each)
+    for each, groups in every:
         if release.finalizes_groups:
             each._modules_to_run_forward.clear()
         for group in reversed(groups):
@@ -66,8 +72,7 @@ def end_backward(stepper: Stepper, state: Any) -> bool:
     if release.leaf_accumulates:
         state.wait_for_gradient_reduction()
     else:
-        communication = state._comm_ctx
         communication.post_forward_order.clear()
-        release.let_go_of_inputs(communication, state._device_handle)
+        release.let_go_of_inputs(communication)
     context.post_backward_final_callback_queued = False
     return True

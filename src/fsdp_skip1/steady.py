@@ -222,6 +222,11 @@ class Stepper:
         steady: Steady | None = state.steady
         return self._look_at(group, state) if steady is None else steady
 
+    def hands_over(self, group: Any) -> bool:
+        """Whether the group is steady, and its gradients become the sharded ones as they stand."""
+        state = group.__dict__.get(ATTRIBUTE)
+        return state is not None and state.steady is not None and state.steady.hands_over
+
     def _is_patched(self, group: Any) -> bool:
         """Whether somebody has put a method on this group."""
         return not group.__dict__.keys().isdisjoint(self._methods)
