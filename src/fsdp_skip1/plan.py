@@ -196,8 +196,13 @@ def cast_steps(
     return (through, want)
 
 
-@functools.cache
 def promote(left: torch.dtype, right: torch.dtype) -> torch.dtype:
+    """``torch.promote_types``, which is an operator to who looks on, asked once."""
+    return left if left is right else _promoted(left, right)
+
+
+@functools.cache
+def _promoted(left: torch.dtype, right: torch.dtype) -> torch.dtype:
     return torch.promote_types(left, right)
 
 
