@@ -31,6 +31,12 @@ def prepared():
     warmup.load()
 
 
+def shard(module: nn.Module) -> None:
+    for block in module.blocks:
+        fully_shard(block)
+    fully_shard(module)
+
+
 class Training:
     """A stack in FSDP2 and the same one without, which take the same steps."""
 
@@ -40,9 +46,7 @@ class Training:
             seed_everything()
             module = make()
             if fsdp:
-                for block in module.blocks:
-                    fully_shard(block)
-                fully_shard(module)
+                shard(module)
             optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
             self.sides.append((module, optimizer))
         self.module = self.sides[1][0]
@@ -529,9 +533,7 @@ def test_a_hook_on_one_parameter_sees_the_gradients_before_it() -> None:
 
         (fsdp_skip1.enable if on else fsdp_skip1.disable)()
         module = models.stack()
-        for block in module.blocks:
-            fully_shard(block)
-        fully_shard(module)
+        shard(module)
         parameters = list(module.blocks[0].parameters())
         seen = []
 
@@ -588,23 +590,23 @@ def test_blocks_compiled_as_one_graph(compiled_first: bool) -> None:
     """torch.compile passes over our hooks as it does over torch's."""
 
     def body() -> None:
-        training = Training()
-        module = training.module
-        if compiled_first:
-            training = Training(compiled)
-        else:
-            for block in module.blocks:
-                block.compile(backend="eager", fullgraph=True)
+        training = Training(compiled if compiled_first else models.stack)
+        if not compiled_first:
+            compile_blocks(training.module)
         for _ in range(4):
             training.step()
 
     in_child(body)
 
 
+def compile_blocks(module: nn.Module) -> None:
+    for block in module.blocks:
+        block.compile(backend="eager", fullgraph=True)
+
+
 def compiled() -> nn.Module:
     stack = models.stack()
-    for block in stack.blocks:
-        block.compile(backend="eager", fullgraph=True)
+    compile_blocks(stack)
     return stack
 
 

@@ -17,7 +17,7 @@ import torch
 
 from fsdp_skip1.others import is_untouched
 from fsdp_skip1.releases import groups_of
-from fsdp_skip1.trims import is_one_tensor, untraced
+from fsdp_skip1.trims import below_switch, frame_callback, is_one_tensor, untraced
 from fsdp_skip1.unshard import ATTRIBUTE
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from fsdp_skip1.steady import Stepper
 
 _compiling = torch.compiler.is_dynamo_compiling  # a constant to who traces
-_frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
 class Hooks:
@@ -100,7 +99,7 @@ class ModuleHooks:
         casts = policy.cast_forward_inputs and policy.param_dtype
 
         def pre_forward(module: Any, args: Any, kwargs: Any) -> Any:
-            if _compiling() or stepper.aside or _frame_callback() is not None:
+            if _compiling() or stepper.aside or frame_callback() is not None:
                 return theirs(module, args, kwargs)
             if (
                 state._training_state is not states.IDLE
@@ -124,7 +123,7 @@ class ModuleHooks:
         states = stepper.states
 
         def post_forward(module: Any, inputs: Any, output: Any) -> Any:
-            if _compiling() or stepper.aside or _frame_callback() is not None:
+            if _compiling() or stepper.aside or frame_callback() is not None:
                 return theirs(module, inputs, output)
             if (
                 state._training_state is states.PRE_BACKWARD
@@ -147,7 +146,7 @@ class ModuleHooks:
             if (
                 _compiling()
                 or stepper.aside
-                or _frame_callback() is not None
+                or frame_callback() is not None
                 or state._states_to_backward_prefetch
                 or not stepper.is_torchs(state)
             ):
@@ -175,8 +174,5 @@ def _below_switch(hook: Any) -> Callable[..., Any] | None:
     """The hook without the off-switch around it; None if that is not what it is."""
     if type(hook) is not types.MethodType or not is_untouched(hook.__func__):
         return None
-    function: Any = hook.__func__
-    raw = getattr(function, "__wrapped__", None)
-    if type(raw) is not types.FunctionType or "_dynamo" not in function.__code__.co_names:
-        return None
-    return types.MethodType(raw, hook.__self__)
+    raw = below_switch(hook.__func__)
+    return None if raw is None else types.MethodType(raw, hook.__self__)

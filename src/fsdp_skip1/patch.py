@@ -297,12 +297,11 @@ def _root_pre_forward(point: PatchPoint) -> Wrapping:
             _look_for_reload(unsharder)
             if _stepper is not None:
                 _stepper.look_again()
-        if _stepper is not None and len(args) == 3 and roots.begin_forward(_stepper, state):
-            _stepper.hooks.take(state)
-            _tell_of(state)
-            return args[1:]
         event = state._state_ctx.post_optim_event
-        result = wrapped(*args, **kwargs)
+        if _stepper is not None and len(args) == 3 and roots.begin_forward(_stepper, state):
+            result = args[1:]
+        else:
+            result = wrapped(*args, **kwargs)
         if event is not None and state._state_ctx.post_optim_event is None:
             groups = (g for s in state._state_ctx.all_states for g in groups_of(s))
             if any(shard_mesh_size(unsharder.fsdp2, g.mesh_info) == 1 for g in groups):

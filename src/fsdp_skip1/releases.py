@@ -333,9 +333,10 @@ def storage_holders(tensor: torch.Tensor) -> int:
     return count - 1  # ``storage`` itself
 
 
-def functorch_active() -> bool:
-    probe = getattr(torch._C, "_are_functorch_transforms_active", None)
-    return bool(probe()) if probe is not None else False
+functorch_active: Callable[[], bool] = getattr(
+    torch._C, "_are_functorch_transforms_active", lambda: False
+)
+"""Whether a functorch transform is on in this thread."""
 
 
 def groups_of(state: Any) -> list[Any]:

@@ -26,6 +26,7 @@ from fsdp_skip1.counters import counters
 from fsdp_skip1.hooks import Hooks
 from fsdp_skip1.others import of_class
 from fsdp_skip1.plan import replicate_mesh_size
+from fsdp_skip1.releases import functorch_active
 from fsdp_skip1.trims import (
     chosen,
     inputs_with_grad,
@@ -56,7 +57,6 @@ _code = operator.attrgetter("__code__")
 _holders = torch._C._storage_Use_Count
 _Tensor, _strided = torch.Tensor, torch.strided
 _compiling = torch.compiler.is_dynamo_compiling  # a constant to who traces
-_transforming = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 
 
 class Steady:
@@ -214,7 +214,7 @@ class Stepper:
 
     def _steady(self, group: Any) -> Steady | None:
         """The group's steady state, if nothing forbids the short way at this moment."""
-        if self.aside or _profiling() or _modes() or _transforming() or self._type_checking():
+        if self.aside or _profiling() or _modes() or functorch_active() or self._type_checking():
             return None
         state = group.__dict__.get(ATTRIBUTE)
         if state is None:

@@ -429,12 +429,16 @@ def _dynamo_disable(fsdp2: Fsdp2) -> list[Patch]:
         candidates.append((fsdp2.state_class, "_root_post_backward_final_callback"))
     for owner, name in candidates:
         function = vars(owner).get(name)
-        raw = getattr(function, "__wrapped__", None)
-        if raw is not None and "_dynamo" in getattr(
-            getattr(function, "__code__", None), "co_names", ()
-        ):
+        raw = below_switch(function)
+        if raw is not None:
             found.append((owner, name, _undisabled(fsdp2, raw)))
     return found
+
+
+def below_switch(function: Any) -> Any:
+    """What torch has put torch.compile's off-switch around; None where there is none."""
+    names = getattr(getattr(function, "__code__", None), "co_names", ())
+    return getattr(function, "__wrapped__", None) if "_dynamo" in names else None
 
 
 def _undisabled(fsdp2: Fsdp2, raw: Callable[..., Any]) -> Any:
@@ -449,10 +453,10 @@ def _undisabled(fsdp2: Fsdp2, raw: Callable[..., Any]) -> Any:
 
 def nobody_traces() -> bool:
     """Whether torch.compile looks at no frame of this thread."""
-    return "torch._dynamo.eval_frame" in sys.modules and _frame_callback() is None
+    return "torch._dynamo.eval_frame" in sys.modules and frame_callback() is None
 
 
-_frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
