@@ -38,7 +38,7 @@ class Hooks:
 
     def take(self, root: Any) -> None:
         """Exchange the hooks of all states below an FSDP2 root, where they are torch's own."""
-        if root in self._roots or not self._stepper.release.exchanges_hooks:
+        if root in self._roots:
             return
         self._roots.add(root)
         for state in root._state_ctx.all_states:

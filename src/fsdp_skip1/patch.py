@@ -155,8 +155,6 @@ def _install(fsdp2: Fsdp2, zero_copy: bool) -> None:
         )
     wanted.append((fsdp2.state_class, "_root_pre_forward", _root_pre_forward))
     stepper = Stepper.of(fsdp2) if "steady" in trims.chosen() else None
-    if stepper is None and "steady" in trims.chosen():
-        log("info", "torch's methods stay, with smaller trims: their source is not one we know")
     for (owner, name), wrapper in trims.patches(fsdp2, stepper.patches() if stepper else ()):
         # A trim stands in for torch's code, not for somebody else's.
         if others.is_untouched(without_ours(vars(owner).get(name))):

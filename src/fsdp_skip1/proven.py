@@ -94,8 +94,6 @@ class Release:
         inputs: where the context holds the inputs of reduce-scatters in flight.
         factor: where a group holds the user's divide factor.
         waits_for_streams: the context keeps the last event of each stream, for finalization.
-        exchanges_hooks: hooks on live modules may be exchanged. torch 2.7 crashes while it
-            compiles, once a function outside of torch is marked as one to pass over.
         finalizes_groups: the end of a backward finalizes groups, not states.
         leaf_accumulates: gradients accumulate in the leaf, in a dtype of its own.
     """
@@ -107,7 +105,6 @@ class Release:
     inputs: str = "reduce_scatter_states"
     factor: str = "gradient_divide_factor"
     waits_for_streams: bool = False
-    exchanges_hooks: bool = True
     finalizes_groups: bool = False
     leaf_accumulates: bool = False
 
@@ -128,9 +125,7 @@ _2_13 = replace(
 )
 
 _RELEASES: dict[str, Release] = {
-    "38f99bbdf2eadb5a": replace(
-        _2_8, name="2.7", factor="reduce_scatter_reduce_op", exchanges_hooks=False
-    ),
+    "38f99bbdf2eadb5a": replace(_2_8, name="2.7", factor="reduce_scatter_reduce_op"),
     "268a73b831ebc3cd": _2_8,
     "f0f160075115d030": replace(_2_8, name="2.9"),
     "543f0da9b49beaaa": _2_10,
