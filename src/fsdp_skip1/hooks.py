@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fsdp_skip1.gradients import after_input, after_output
 from fsdp_skip1.others import is_untouched
 from fsdp_skip1.releases import groups_of
 from fsdp_skip1.trims import below_switch, frame_callback, is_one_tensor, untraced
@@ -64,6 +64,8 @@ class ModuleHooks:
         self._state = state
         (self._group,) = groups_of(state)
         module = state._modules[0]
+        # On other devices it has to run on the stream of the module's own forward.
+        self._post_backward = self._after_backward() if self._group.device.type == "cpu" else None
         self._taken: list[tuple[MutableMapping[Any, Any], Any, Any]] = []
         self._take(module._forward_pre_hooks, "_pre_forward_hook_handle", self._before_forward)
         self._take(module._forward_hooks, "_post_forward_hook_handle", self._after_forward)
@@ -95,6 +97,7 @@ class ModuleHooks:
 
     def _before_forward(self, theirs: Any, raw: Any) -> Callable[..., Any]:
         stepper, state, group = self._stepper, self._state, self._group
+        post_backward = self._post_backward
         policy, states = state._mp_policy, stepper.states
         casts = policy.cast_forward_inputs and policy.param_dtype
 
@@ -113,14 +116,24 @@ class ModuleHooks:
             ):
                 return raw(module, args, kwargs)
             state._training_state = states.FORWARD
-            result = stepper.before_forward(group, args, kwargs)
+            result = stepper.before_forward(group, args, kwargs, post_backward)
             return group.pre_forward(module, args, kwargs) if result is None else result
 
         return pre_forward
 
+    def _after_backward(self) -> Callable[[torch.Tensor], Any]:
+        stepper, group = self._stepper, self._group
+
+        @untraced
+        def post_backward(_: torch.Tensor) -> None:
+            if _compiling() or not stepper.after_backward(group):
+                group.post_backward()
+
+        return post_backward
+
     def _after_forward(self, theirs: Any, raw: Any) -> Callable[..., Any]:
         stepper, state, group = self._stepper, self._state, self._group
-        states = stepper.states
+        post_backward, states = self._post_backward, stepper.states
 
         def post_forward(module: Any, inputs: Any, output: Any) -> Any:
             if _compiling() or stepper.aside or frame_callback() is not None:
@@ -137,7 +150,9 @@ class ModuleHooks:
             if not is_one_tensor(output):
                 output = state._register_pre_backward_hook(output)
             elif output.requires_grad and torch.is_grad_enabled():
-                _add_hook(output, pre_backward)
+                after_output(output, pre_backward)
+            if post_backward is not None and inputs:
+                after_input(inputs[0], post_backward)
             state._training_state = states.IDLE
             return output
 
@@ -158,16 +173,6 @@ class ModuleHooks:
             return grad
 
         return post_forward
-
-
-def _add_hook(tensor: Any, hook: Callable[[torch.Tensor], Any]) -> None:
-    """``register_hook``, less the handle by which to remove it; handles count from zero."""
-    node = tensor.grad_fn
-    if node is None or tensor._backward_hooks is not None:
-        tensor.register_hook(hook)
-        return
-    tensor._backward_hooks = OrderedDict({-1: hook})
-    node._register_hook_dict(tensor)
 
 
 def _below_switch(hook: Any) -> Callable[..., Any] | None:

@@ -23,6 +23,7 @@ from torch import nn
 
 from fsdp_skip1 import proven, roots
 from fsdp_skip1.counters import counters
+from fsdp_skip1.gradients import before_input
 from fsdp_skip1.hooks import Hooks
 from fsdp_skip1.others import of_class
 from fsdp_skip1.plan import replicate_mesh_size
@@ -276,9 +277,16 @@ class Stepper:
         return wrapped(*args, **kwargs) if result is None else result
 
     def before_forward(
-        self, group: Any, inputs: tuple[Any, ...], keywords: dict[str, Any]
+        self,
+        group: Any,
+        inputs: tuple[Any, ...],
+        keywords: dict[str, Any],
+        post_backward: Callable[[torch.Tensor], Any] | None = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """``pre_forward``. None, with nothing changed, if torch has to."""
+        """``pre_forward``. None, with nothing changed, if torch has to.
+
+        ``post_backward`` may be called by a hook on the first input, instead of by a node.
+        """
         steady = self._steady(group)
         if steady is None or not self._unshard(group, steady):
             return None
@@ -291,13 +299,21 @@ class Stepper:
             if not found or not torch.is_grad_enabled():
                 return inputs, keywords
             if may_be_viewed(found):
+                ((key, tensor),) = found
+                if (
+                    post_backward is not None
+                    and key == 0
+                    and steady.hands_over
+                    and _backward() == -1  # not when forward runs again in there
+                    and before_input(tensor, post_backward)
+                ):
+                    return inputs, keywords
 
-                def post_backward() -> None:
+                def behind() -> None:
                     if _compiling() or not self.after_backward(group):
                         group.post_backward()
 
-                ((key, tensor),) = found
-                view = view_before(post_backward, tensor)
+                view = view_before(behind, tensor)
                 if len(inputs) == 1 and not keywords:
                     return (view,), keywords
                 return with_inputs(inputs, keywords, ((key, view),))
