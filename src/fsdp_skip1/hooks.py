@@ -63,6 +63,7 @@ class ModuleHooks:
         self._stepper = stepper
         self._state = state
         (self._group,) = groups_of(state)
+        self._is_torchs = True  # found before forward
         module = state._modules[0]
         # On other devices it has to run on the stream of the module's own forward.
         self._post_backward = self._after_backward() if self._group.device.type == "cpu" else None
@@ -91,6 +92,10 @@ class ModuleHooks:
                 if hook is ours:
                     registry[key] = theirs
 
+    def _looks_untouched(self) -> bool:
+        self._is_torchs = self._stepper.is_torchs(self._state)
+        return self._is_torchs
+
     # Each hook, when it is traced, has to be torch's, at which torch.compile breaks its graph. As a
     # frame of its own it is passed over, as torch's are. With no frame evaluation set in this
     # thread, there is nothing to switch off.
@@ -112,7 +117,7 @@ class ModuleHooks:
                 or state._mp_policy is not policy
                 or casts
                 or stepper.reduction_pending(state)
-                or not stepper.is_torchs(state)
+                or not self._looks_untouched()
             ):
                 return raw(module, args, kwargs)
             state._training_state = states.FORWARD
@@ -141,7 +146,7 @@ class ModuleHooks:
             if (
                 state._training_state is states.PRE_BACKWARD
                 or state._state_ctx.iter_forward_root is state
-                or not stepper.is_torchs(state)
+                or not self._is_torchs
                 or state._mp_policy.output_dtype is not None
             ):
                 return raw(module, inputs, output)

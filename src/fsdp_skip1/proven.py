@@ -94,6 +94,7 @@ class Release:
         inputs: where the context holds the inputs of reduce-scatters in flight.
         factor: where a group holds the user's divide factor.
         waits_for_streams: the context keeps the last event of each stream, for finalization.
+        constructs_dtensors: DTensors are constructed in Python.
         finalizes_groups: the end of a backward finalizes groups, not states.
         leaf_accumulates: gradients accumulate in the leaf, in a dtype of its own.
     """
@@ -105,6 +106,7 @@ class Release:
     inputs: str = "reduce_scatter_states"
     factor: str = "gradient_divide_factor"
     waits_for_streams: bool = False
+    constructs_dtensors: bool = False
     finalizes_groups: bool = False
     leaf_accumulates: bool = False
 
@@ -117,8 +119,9 @@ class Release:
             setattr(context, self.inputs, None)
 
 
-_2_8 = Release("2.8", inputs="reduce_scatter_state")
-_2_10 = replace(_2_8, name="2.10", stays_out_of_recompute=True)
+_2_8 = Release("2.8", inputs="reduce_scatter_state", constructs_dtensors=True)
+_2_9 = replace(_2_8, name="2.9", constructs_dtensors=False)
+_2_10 = replace(_2_9, name="2.10", stays_out_of_recompute=True)
 _2_12 = Release("2.12", stays_out_of_recompute=True, shares_modules=True)
 _2_13 = replace(
     _2_12, name="2.13", registers_once=True, waits_for_streams=True, finalizes_groups=True
@@ -127,7 +130,7 @@ _2_13 = replace(
 _RELEASES: dict[str, Release] = {
     "38f99bbdf2eadb5a": replace(_2_8, name="2.7", factor="reduce_scatter_reduce_op"),
     "268a73b831ebc3cd": _2_8,
-    "f0f160075115d030": replace(_2_8, name="2.9"),
+    "f0f160075115d030": _2_9,
     "543f0da9b49beaaa": _2_10,
     "167e07d350c0004d": replace(_2_10, name="2.11"),
     "af1e188d238a9c54": _2_12,

@@ -64,11 +64,12 @@ def end_backward(stepper: Stepper, state: Any) -> bool:
                 group.post_backward()  # of modules whose inputs need no gradient
             group._training_state = states.IDLE
         each._training_state = states.IDLE
-        if not release.finalizes_groups:
-            each._finalize_backward()
+        if not release.finalizes_groups and each._modules_to_run_forward:
+            each._finalize_backward()  # warns
         elif not release.leaf_accumulates:
             for group in groups:
-                group.finalize_backward()
+                if not stepper.finish_backward(group):
+                    group.finalize_backward()
     if release.leaf_accumulates:
         state.wait_for_gradient_reduction()
     else:

@@ -29,6 +29,7 @@ from fsdp_skip1.others import of_class
 from fsdp_skip1.plan import replicate_mesh_size
 from fsdp_skip1.releases import functorch_active
 from fsdp_skip1.trims import (
+    blank_dtensor,
     chosen,
     inputs_with_grad,
     may_be_viewed,
@@ -50,13 +51,15 @@ if TYPE_CHECKING:
     from fsdp_skip1.unshard import GroupState
 
 _PARAM_METHODS = frozenset(proven.PARAM_METHODS)
-_STATE_METHODS = frozenset(proven.STATE_METHODS)
+_FINALIZE = "_finalize_backward"
+_STATE_METHODS = frozenset((*proven.STATE_METHODS, _FINALIZE))
 _profiling = torch.autograd._profiler_enabled
 _modes = torch._C._len_torch_dispatch_stack  # see ``trims.observed``
 _backward = torch._C._current_graph_task_id  # -1 outside
-_code = operator.attrgetter("__code__")
 _holders = torch._C._storage_Use_Count
 _Tensor, _strided = torch.Tensor, torch.strided
+# Without asking each DTensor for its ``__torch_function__``, which would do nothing.
+_by_torch = torch._C.DisableTorchFunctionSubclass
 _compiling = torch.compiler.is_dynamo_compiling  # a constant to who traces
 
 
@@ -67,10 +70,12 @@ class Steady:
         slots: for each parameter its ``FSDPParam``, the unsharded parameter, the sharded storage's
             flat tensor that it was settled with, its size in bytes, its module, its name there,
             and the other places where it is registered. Its dtypes stay: torch resolves them once.
+        blanks: for each parameter, ``trims.blank_dtensor``.
         hands_over: gradients of ``dtype`` become the sharded gradients as they stand.
     """
 
     __slots__ = (
+        "blanks",
         "dtype",
         "hands_over",
         "mesh_info",
@@ -81,12 +86,19 @@ class Steady:
         "slots",
     )
 
-    def __init__(self, group: Any, state: GroupState, places: Places) -> None:
+    def __init__(
+        self,
+        group: Any,
+        state: GroupState,
+        places: Places,
+        blank_of: Callable[[Any], Any],
+    ) -> None:
         self.places = places
         self.slots = [
             (p, p._unsharded_param, data, data.nbytes, *where[0], where[1:])
             for (p, data, _), (_, where) in zip(state.basis, places.slots)
         ]
+        self.blanks = tuple(blank_of(fsdp_param) for fsdp_param in group.fsdp_params)
         self.pending = state.pending
         self.nbytes = state.nbytes
         self.mesh_info = group.mesh_info
@@ -130,12 +142,11 @@ class Stepper:
         self._sharded, self._unsharded = fsdp2.sharded, fsdp2.unsharded
         self._type_checking = type_checking()
         self._new = new
+        self._lock = held()
         logger = getattr(fsdp2.group_module, "logger", None)
         self._logger = logger if isinstance(logger, logging.Logger) else None
         # What the methods here stand in for: as it was found when the plugin was switched on.
-        self._watched: list[tuple[Callable[[str], Any], tuple[str, ...], tuple[Any, ...]]] = []
-        self._functions: list[Any] = []
-        self._codes: list[Any] = []
+        self._watched: list[tuple[Any, Callable[[Any], Any], Any]] = []
         self._methods = frozenset(proven.GROUP_METHODS)
         self._as_view = {"post_backward_function", "post_backward_view"} <= chosen()
         self.aside = True
@@ -169,16 +180,18 @@ class Stepper:
             (self._cls, proven.GROUP_METHODS),
             (fsdp2.param_class, proven.PARAM_METHODS),
             (fsdp2.state_class, proven.STATE_METHODS),
+            (fsdp2.state_class, () if self.release.finalizes_groups else (_FINALIZE,)),
         )
+        functions = []
         for owner, names in owners:
-            functions = [proven.torchs(owner, name) for name in names]
-            if None in functions:
+            found = [proven.torchs(owner, name) for name in names]
+            if None in found:
                 return  # somebody else's, which torch's methods call
-            self._functions += functions
-            self._codes += map(_code, functions)
-        for where, names in (*owners, (fsdp2.group_module, _REDUCE)):
-            get = vars(where).get
-            self._watched.append((get, names, tuple(map(get, names))))
+            functions += found
+        looks: list[tuple[Any, Callable[[Any], Any]]] = [(functions, _codes)]
+        looks += [(vars(owner), operator.itemgetter(*names)) for owner, names in owners if names]
+        looks.append((vars(fsdp2.group_module), operator.itemgetter(_REDUCE)))
+        self._watched = [(where, look, look(where)) for where, look in looks]
         self.look_again()
 
     def stop(self) -> None:
@@ -196,14 +209,17 @@ class Stepper:
         fsdp2 = self._fsdp2
         self.aside = (
             not self._watched
-            or not all(map(operator.is_, map(_code, self._functions), self._codes))
-            or not all(
-                all(map(operator.is_, map(get, names), found))
-                for get, names, found in self._watched
-            )
+            or self._is_changed()
             or (fsdp2.traceable and (fsdp2.compiled_autograd_enabled() or not fsdp2.skips_hooks()))
             or (self._logger is not None and self._logger.isEnabledFor(logging.DEBUG))
         )
+
+    def _is_changed(self) -> bool:
+        try:
+            # They are what they were, or else not equal: functions, and code of another place.
+            return any(look(where) != found for where, look, found in self._watched)
+        except KeyError:  # somebody took an attribute away
+            return True
 
     def _look_at_backward(self) -> None:
         """``look_again``, if this is another backward."""
@@ -215,7 +231,13 @@ class Stepper:
 
     def _steady(self, group: Any) -> Steady | None:
         """The group's steady state, if nothing forbids the short way at this moment."""
-        if self.aside or _profiling() or _modes() or functorch_active() or self._type_checking():
+        if (
+            self.aside
+            or _profiling()
+            or _modes()
+            or functorch_active()
+            or (self._type_checking is not None and self._type_checking())
+        ):
             return None
         state = group.__dict__.get(ATTRIBUTE)
         if state is None:
@@ -228,9 +250,15 @@ class Stepper:
         state = group.__dict__.get(ATTRIBUTE)
         return state is not None and state.steady is not None and state.steady.hands_over
 
+    def _blank_of(self, fsdp_param: Any) -> Any:
+        if not self.release.constructs_dtensors:
+            return None
+        spec = fsdp_param._sharding_spec
+        return spec, blank_dtensor(spec, fsdp_param._sharded_param_data)
+
     def _is_patched(self, group: Any) -> bool:
         """Whether somebody has put a method on this group."""
-        return not group.__dict__.keys().isdisjoint(self._methods)
+        return not vars(group).keys().isdisjoint(self._methods)
 
     def is_torchs(self, state: Any) -> bool:
         """Whether an FSDP2 state has torch's own methods, with nobody's on top."""
@@ -240,7 +268,7 @@ class Stepper:
             for name in proven.STATE_METHODS
         ):
             return False
-        return state.__dict__.keys().isdisjoint(_STATE_METHODS)
+        return vars(state).keys().isdisjoint(_STATE_METHODS)
 
     def reduction_pending(self, state: Any) -> bool:
         """Whether torch refuses a forward at this moment; from 2.15 on."""
@@ -264,7 +292,7 @@ class Stepper:
         state.steady_tried = True
         places = places_of(group, state)
         if places is not None:
-            state.steady = Steady(group, state, places)
+            state.steady = Steady(group, state, places, self._blank_of)
         steady: Steady | None = state.steady
         return steady
 
@@ -395,37 +423,47 @@ class Stepper:
         dtype, sharded, new = steady.dtype, self._sharded, self._new
         leaf_accumulates = self.release.leaf_accumulates
         given, nbytes, odd = 0, 0, False
-        for fsdp_param, param, _, size, module, name, more in steady.slots:
-            sharded_param = fsdp_param.sharded_param
-            grad = param.grad
-            if grad is not None:
-                if (
-                    type(grad) is not _Tensor
-                    or grad.dtype is not dtype
-                    or grad.layout is not _strided
-                    or grad.requires_grad
-                    or sharded_param._post_accumulate_grad_hooks
-                    or (leaf_accumulates and fsdp_param._has_sharded_grad_dtype_override)
-                ):
-                    odd = True
-                    break
-                param.grad = None
-                # As in ``reduce``: contiguous, and nobody else can write to it. The storage is
-                # held by the gradient and by ``storage``.
-                storage = grad.untyped_storage()
-                if _holders(storage._cdata) > 2 or not grad.is_contiguous():
-                    grad = grad.clone(memory_format=torch.contiguous_format)
-                existing = sharded_param.grad
-                if existing is None:
-                    sharded_param.grad = new(grad, fsdp_param._sharding_spec)
-                else:
-                    existing._local_tensor += grad
-                given += 1
-                nbytes += size
-            module._parameters[name] = sharded_param
-            if more:
-                _register(more, sharded_param)
-            fsdp_param.sharded_state = sharded
+        with _by_torch():
+            for (fsdp_param, param, _, size, module, name, more), blank in zip(
+                steady.slots, steady.blanks
+            ):
+                sharded_param = fsdp_param.sharded_param
+                grad = param.grad
+                if grad is not None:
+                    if (
+                        type(grad) is not _Tensor
+                        or grad.dtype is not dtype
+                        or grad.layout is not _strided
+                        or grad.requires_grad
+                        or sharded_param._post_accumulate_grad_hooks
+                        or (leaf_accumulates and fsdp_param._has_sharded_grad_dtype_override)
+                    ):
+                        odd = True
+                        break
+                    param.grad = None
+                    # As in ``reduce``: contiguous, and nobody else can write to it. The storage is
+                    # held by the gradient and by ``storage``.
+                    storage = grad.untyped_storage()
+                    if _holders(storage._cdata) > 2 or not grad.is_contiguous():
+                        grad = grad.clone(memory_format=torch.contiguous_format)
+                    existing = sharded_param.grad
+                    if existing is None:
+                        spec = fsdp_param._sharding_spec
+                        if blank is None or blank[0] is not spec:
+                            sharded_param.grad = new(grad, spec)
+                        else:
+                            made = blank[1]()
+                            made._spec = spec
+                            made._local_tensor = grad
+                            sharded_param.grad = made
+                    else:
+                        existing._local_tensor += grad
+                    given += 1
+                    nbytes += size
+                module._parameters[name] = sharded_param
+                if more:
+                    _register(more, sharded_param)
+                fsdp_param.sharded_state = sharded
         if given:
             counters.reduce_scatters += 1
             counters.reduce_scatter_bytes += nbytes
@@ -468,6 +506,10 @@ class Stepper:
     def finalize_backward(
         self, wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        return None if self.finish_backward(group) else wrapped(*args, **kwargs)
+
+    def finish_backward(self, group: Any) -> bool:
+        """``finalize_backward``. False, with nothing changed, if torch has to."""
         state = group.__dict__.get(ATTRIBUTE)
         steady = None if state is None else state.steady
         if (
@@ -479,9 +521,9 @@ class Stepper:
             or group._all_reduce_state is not None
             or (self.release.waits_for_streams and group.comm_ctx._last_post_reduce_events)
         ):
-            return wrapped(*args, **kwargs)
+            return False
         group._post_forward_indices.clear()
-        return None
+        return True
 
     def _leave_event(self, group: Any) -> None:
         """Leave the event that finalization waits for."""
@@ -497,8 +539,9 @@ class Stepper:
 
     def _unshard(self, group: Any, steady: Steady) -> bool:
         """``unshard`` and ``wait_for_unshard``. False, with nothing changed, if torch has to."""
-        if self._is_patched(group):
-            group.__dict__[ATTRIBUTE].unsettle_step()
+        fields = group.__dict__
+        if not fields.keys().isdisjoint(self._methods):
+            fields[ATTRIBUTE].unsettle_step()
             return False
         pending = group._all_gather_result
         if group._sharded_state is self._unsharded:
@@ -513,21 +556,22 @@ class Stepper:
             group.__dict__[ATTRIBUTE].steady = None
             return False
         unsharded = self._unsharded
-        with held():
-            state = group.__dict__.get(ATTRIBUTE)
+        with self._lock:
+            state = fields.get(ATTRIBUTE)
             if state is None or state.steady is not steady:
                 return False  # handed back by another thread
-            for fsdp_param, param, data, _, module, name, more in steady.slots:
-                if fsdp_param._sharded_param_data is not data:  # the storage was swapped
-                    self._reshard(group, steady)
-                    return False
-                requires_grad = fsdp_param.sharded_param.requires_grad
-                if param.requires_grad is not requires_grad:
-                    param.requires_grad_(requires_grad)
-                module._parameters[name] = param
-                if more:
-                    _register(more, param)
-                fsdp_param.sharded_state = unsharded
+            with _by_torch():
+                for fsdp_param, param, data, _, module, name, more in steady.slots:
+                    if fsdp_param._sharded_param_data is not data:  # the storage was swapped
+                        self._reshard(group, steady)
+                        return False
+                    requires_grad = fsdp_param.sharded_param.requires_grad
+                    if param.requires_grad is not requires_grad:
+                        param.requires_grad_(requires_grad)
+                    module._parameters[name] = param
+                    if more:
+                        _register(more, param)
+                    fsdp_param.sharded_state = unsharded
             group._sharded_state = unsharded
             group._all_gather_result = None
         counters.all_gathers += 1
@@ -548,9 +592,10 @@ class Stepper:
 
     def _prefetch(self, group: Any, target: Any) -> None:
         """Leave a pending result on the group that backward needs next, as ``unshard`` does."""
-        steady = self._steady(target)
+        state = target.__dict__.get(ATTRIBUTE)
+        steady = None if state is None else state.steady
         if steady is not None:
-            with held():
+            with self._lock:
                 state = target.__dict__.get(ATTRIBUTE)
                 if state is not None and state.steady is steady:
                     if (
@@ -563,8 +608,12 @@ class Stepper:
         group._prefetch_unshard(target, "backward")
 
 
-_REDUCE = ("foreach_reduce",)
+_REDUCE = "foreach_reduce"
 _END = "_root_post_backward_final_callback"
+
+
+def _codes(functions: list[Any]) -> list[Any]:
+    return [function.__code__ for function in functions]
 
 
 def _register(places: Any, param: Any) -> None:

@@ -417,6 +417,21 @@ def new_dtensor(fsdp2: Fsdp2) -> Callable[[torch.Tensor, Any], torch.Tensor] | N
     return functools.partial(new, DTensor, requires_grad=False)
 
 
+def blank_dtensor(spec: Any, local: torch.Tensor) -> Callable[[], Any]:
+    """What makes DTensors that wait for their ``_spec`` and ``_local_tensor``.
+
+    Args:
+        spec: the sharding spec, which has ``tensor_meta``.
+        local: a tensor of the dtype, device and layout of those local tensors.
+    """
+    from torch.distributed.tensor import DTensor
+
+    meta = spec.tensor_meta
+    # By position, which is parsed fastest: ..., storage offset, memory format, ...
+    fixed = (DTensor, meta.shape, meta.stride, None, None, local.dtype, local.layout, local.device)
+    return functools.partial(torch.Tensor._make_wrapper_subclass, *fixed)
+
+
 # -- dynamo's off-switch -----------------------------------------------------------------------
 
 
@@ -493,7 +508,9 @@ def _typecheck(fsdp2: Fsdp2) -> list[Patch]:
     checking = type_checking()
 
     def no_typecheck(wrapped: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return wrapped(*args, **kwargs) if checking() else _NO_RANGE
+        if checking is not None and checking():
+            return wrapped(*args, **kwargs)
+        return _NO_RANGE
 
     name = "_spmd_no_typecheck"
     return [
@@ -503,22 +520,21 @@ def _typecheck(fsdp2: Fsdp2) -> list[Patch]:
     ]
 
 
-def type_checking() -> Callable[[], bool]:
-    """What tells whether spmd_types, which 2.13 and later know, checks tensors in this thread."""
+def type_checking() -> Callable[[], bool] | None:
+    """What tells whether spmd_types, which 2.13 and later know, checks tensors in this thread.
+
+    None if there is none.
+    """
     available = getattr(torch.distributed, "_is_spmd_types_available", None)
     if available is not None and available():
         found: Callable[[], bool] | None
         found = getattr(importlib.import_module("spmd_types"), "is_type_checking", None)
         return found if found is not None else _always
-    return _never
+    return None
 
 
 def _always() -> bool:
     return True
-
-
-def _never() -> bool:
-    return False
 
 
 _TRIMS: dict[str, Callable[[Fsdp2], list[Patch]]] = {
