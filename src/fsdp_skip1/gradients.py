@@ -60,13 +60,17 @@ def before_input(tensor: torch.Tensor, post_backward: Call) -> bool:
     return True
 
 
-def after_input(tensor: Any, post_backward: Call) -> None:
+def after_input(tensor: torch.Tensor, post_backward: Call) -> None:
     """Let what the module has put on its own input come before ``post_backward``.
 
     That is hooks of its own, or ``pre_backward`` where it returns its input.
+
+    Args:
+        tensor: the input, which has more hooks than ours.
+        post_backward: what ``before_input`` was given, if it was called.
     """
-    hooks = getattr(tensor, "_backward_hooks", None)
-    if hooks is not None and len(hooks) > 1 and post_backward in (_posts(tensor, hooks) or ()):
+    hooks: Any = tensor._backward_hooks
+    if post_backward in (_posts(tensor, hooks) or ()):
         # Not ``move_to_end``: torch calls them in the order of the dict below.
         hooks[_KEY] = hooks.pop(_KEY)
 

@@ -157,7 +157,9 @@ class ModuleHooks:
             elif output.requires_grad and torch.is_grad_enabled():
                 after_output(output, pre_backward)
             if post_backward is not None and inputs:
-                after_input(inputs[0], post_backward)
+                hooks = getattr(inputs[0], "_backward_hooks", None)
+                if hooks is not None and len(hooks) > 1:
+                    after_input(inputs[0], post_backward)
             state._training_state = states.IDLE
             return output
 

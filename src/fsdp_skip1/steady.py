@@ -31,10 +31,10 @@ from fsdp_skip1.releases import functorch_active
 from fsdp_skip1.trims import (
     blank_dtensor,
     chosen,
+    frame_callback,
     inputs_with_grad,
     may_be_viewed,
     new_dtensor,
-    nobody_traces,
     places_of,
     type_checking,
     view_before,
@@ -221,14 +221,6 @@ class Stepper:
         except KeyError:  # somebody took an attribute away
             return True
 
-    def _look_at_backward(self) -> None:
-        """``look_again``, if this is another backward."""
-        backward = _backward()
-        # Compiled autograd, while it records, has none.
-        if backward != self._backward or backward == -1:
-            self._backward = backward
-            self.look_again()
-
     def _steady(self, group: Any) -> Steady | None:
         """The group's steady state, if nothing forbids the short way at this moment."""
         if (
@@ -337,17 +329,20 @@ class Stepper:
                 ):
                     return inputs, keywords
 
-                def behind() -> None:
-                    if _compiling() or not self.after_backward(group):
-                        group.post_backward()
-
-                view = view_before(behind, tensor)
+                view = view_before(self._after_backward_of(group), tensor)
                 if len(inputs) == 1 and not keywords:
                     return (view,), keywords
                 return with_inputs(inputs, keywords, ((key, view),))
         outcome: tuple[tuple[Any, ...], dict[str, Any]]
         outcome = group._register_post_backward_hook(inputs, keywords)
         return outcome
+
+    def _after_backward_of(self, group: Any) -> Callable[[], None]:
+        def post_backward() -> None:
+            if _compiling() or not self.after_backward(group):
+                group.post_backward()
+
+        return post_backward
 
     def post_forward(
         self, wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -390,7 +385,10 @@ class Stepper:
         """``pre_backward``. False, with nothing changed, if torch has to."""
         if group._training_state is self._pre_backward:
             return False
-        self._look_at_backward()
+        backward = _backward()
+        if backward != self._backward or backward == -1:  # which it is for compiled autograd
+            self._backward = backward
+            self.look_again()
         steady = self._steady(group)
         if steady is None or (
             self.release.leaf_accumulates and group._fsdp_params_with_wider_grad_dtype
@@ -416,7 +414,10 @@ class Stepper:
 
     def after_backward(self, group: Any) -> bool:
         """``post_backward``. False if torch has to, perhaps for some parameters only."""
-        self._look_at_backward()
+        backward = _backward()
+        if backward != self._backward or backward == -1:  # which it is for compiled autograd
+            self._backward = backward
+            self.look_again()
         steady = self._steady(group)
         if steady is None or not self._may_hand_over(group, steady):
             return False
@@ -500,7 +501,7 @@ class Stepper:
             and not getattr(group, "reduce_scatter_unused_params", False)
             and not (release.leaf_accumulates and group._fsdp_params_with_wider_grad_dtype)
             and not torch.is_grad_enabled()
-            and nobody_traces()
+            and frame_callback() is None
         )
 
     def finalize_backward(
