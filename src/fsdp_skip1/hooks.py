@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdp_skip1.gradients import after_input, after_output
+from fsdp_skip1.gradients import after_output
 from fsdp_skip1.others import is_untouched
 from fsdp_skip1.releases import groups_of
 from fsdp_skip1.trims import below_switch, frame_callback, is_one_tensor, untraced
@@ -138,7 +138,7 @@ class ModuleHooks:
 
     def _after_forward(self, theirs: Any, raw: Any) -> Callable[..., Any]:
         stepper, state, group = self._stepper, self._state, self._group
-        post_backward, states = self._post_backward, stepper.states
+        states = stepper.states
 
         def post_forward(module: Any, inputs: Any, output: Any) -> Any:
             if _compiling() or stepper.aside or frame_callback() is not None:
@@ -156,10 +156,6 @@ class ModuleHooks:
                 output = state._register_pre_backward_hook(output)
             elif output.requires_grad and torch.is_grad_enabled():
                 after_output(output, pre_backward)
-            if post_backward is not None and inputs:
-                hooks = getattr(inputs[0], "_backward_hooks", None)
-                if hooks is not None and len(hooks) > 1:
-                    after_input(inputs[0], post_backward)
             state._training_state = states.IDLE
             return output
 
@@ -177,7 +173,7 @@ class ModuleHooks:
             state._register_root_post_backward_final_callback()
             if not stepper.before_backward(group, prefetch=True):
                 group.pre_backward(True)
-            return grad
+            return None  # the gradient stays
 
         return post_forward
 

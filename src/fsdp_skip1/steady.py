@@ -29,6 +29,7 @@ from fsdp_skip1.others import of_class
 from fsdp_skip1.plan import replicate_mesh_size
 from fsdp_skip1.releases import functorch_active
 from fsdp_skip1.trims import (
+    alias,
     blank_dtensor,
     chosen,
     frame_callback,
@@ -305,7 +306,7 @@ class Stepper:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """``pre_forward``. None, with nothing changed, if torch has to.
 
-        ``post_backward`` may be called by a hook on the first input, instead of by a node.
+        ``post_backward`` may be called by a hook on the input, instead of by a node behind it.
         """
         steady = self._steady(group)
         if steady is None or not self._unshard(group, steady):
@@ -322,14 +323,13 @@ class Stepper:
                 ((key, tensor),) = found
                 if (
                     post_backward is not None
-                    and key == 0
                     and steady.hands_over
                     and _backward() == -1  # not when forward runs again in there
                     and before_input(tensor, post_backward)
                 ):
-                    return inputs, keywords
-
-                view = view_before(self._after_backward_of(group), tensor)
+                    view = alias(tensor)
+                else:
+                    view = view_before(self._after_backward_of(group), tensor)
                 if len(inputs) == 1 and not keywords:
                     return (view,), keywords
                 return with_inputs(inputs, keywords, ((key, view),))

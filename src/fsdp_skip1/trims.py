@@ -181,7 +181,7 @@ def view_before(post_backward: Callable[[], Any], tensor: torch.Tensor) -> torch
     A hook behind the node comes after all hooks of the tensor and those before the node, and before
     others behind it: where torch's Function does the same.
     """
-    view = tensor[...]  # an alias: its backward passes the gradient on as it is, unlike a view's
+    view = alias(tensor)
 
     def behind(*_: Any) -> None:
         post_backward()
@@ -189,6 +189,11 @@ def view_before(post_backward: Callable[[], Any], tensor: torch.Tensor) -> torch
     node: Any = view.grad_fn
     node.register_hook(behind)
     return view
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A view whose backward passes the gradient on as it is, unlike that of other views."""
+    return tensor[...]
 
 
 def may_be_viewed(found: list[tuple[int | str, torch.Tensor]]) -> bool:
