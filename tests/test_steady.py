@@ -666,7 +666,7 @@ def test_steps_leave_the_references_of_none_alone() -> None:
 
 def test_looking_at_the_frame_callback_leaves_it_alone() -> None:
     def body() -> tuple[int, int]:
-        from fsdp_skip1.trims import frame_callback
+        from fsdp_skip1.frames import frame_callback
 
         callback = object().__repr__  # that frames are looked at with: nothing runs meanwhile
         switch, looks = torch._C._dynamo.eval_frame.set_eval_frame, itertools.repeat(None, 100)

@@ -7,7 +7,10 @@ Python from the node costs more than to go on in the hooks of the tensor, so ``p
 one of these, too. There still is a node before the block, so that gradients are summed in the same
 order, but it calls nobody.
 
-So ``post_backward`` waits for the other uses that the tensor has, if it has any.
+So ``post_backward`` waits for the other uses that the tensor has, if it has any. It does nothing in
+a backward that does not come from the block's output: such a one, with respect to the tensor, may
+come from somewhere else. Nothing is lost so: where there is a ``pre_backward``, the end of backward
+looks at every group of the same root.
 """
 
 from __future__ import annotations
@@ -25,43 +28,45 @@ if TYPE_CHECKING:
 
 # Places in the order of a tensor's hooks. The handles that torch gives out count from zero.
 _POST_BACKWARD, _PRE_BACKWARD = -2, -1
-_nothing: Call = deque[object](maxlen=0).append  # no frame of Python's
 
 
-def after_output(tensor: torch.Tensor, pre_backward: Call) -> None:
+def nothing() -> Call:
+    """What stands for ``post_backward`` until there is one. Of each FSDP2 root, one of its own."""
+    place: deque[object] = deque(maxlen=0)
+    return place.append  # no frame of Python's
+
+
+def after_output(tensor: torch.Tensor, pre_backward: Call, nothing: Call) -> None:
     """Have ``pre_backward`` called with the gradient of a module's output.
 
     Args:
         tensor: the output; no view, and it requires a gradient.
         pre_backward: what to call.
+        nothing: the root's.
     """
-    if tensor._backward_hooks is None and not tensor.is_leaf:
-        _register(tensor, {_POST_BACKWARD: _nothing, _PRE_BACKWARD: pre_backward})
-    else:
+    if tensor._backward_hooks is not None or tensor.is_leaf:
         tensor.register_hook(pre_backward)
+        return
+    # ``register_hook``, less the handle by which to remove it.
+    hooks: Any = OrderedDict({_POST_BACKWARD: nothing, _PRE_BACKWARD: pre_backward})
+    tensor._backward_hooks = hooks
+    node: Any = tensor.grad_fn
+    node._register_hook_dict(tensor)
 
 
-def before_input(tensor: torch.Tensor, post_backward: Call) -> bool:
+def before_input(tensor: torch.Tensor, post_backward: Call, nothing: Call) -> bool:
     """Have ``post_backward`` called first when the gradient of a module's input is complete.
 
-    False, with nothing changed, if the node before the module has to: the tensor is a leaf or a
-    view, has hooks that are not ours, or is the input of another module already.
+    False, with nothing changed, if the node before the module has to: the tensor is not the output
+    of a module of the same root, has other hooks, or is the input of another module already.
     """
     hooks: Any = tensor._backward_hooks
-    if tensor.is_leaf:
-        return False
-    if hooks is None:
-        if tensor._is_view():
-            return False
-        _register(tensor, {_POST_BACKWARD: post_backward})
-        return True
-    if len(hooks) != 2 or hooks.get(_POST_BACKWARD) is not _nothing:
+    if (
+        hooks is None
+        or len(hooks) != 2
+        or hooks.get(_POST_BACKWARD) is not nothing
+        or tensor.is_leaf
+    ):
         return False
     hooks[_POST_BACKWARD] = post_backward
     return True
-
-
-def _register(tensor: Any, hooks: dict[int, Call]) -> None:
-    """``register_hook``, less the handles by which to remove them."""
-    tensor._backward_hooks = OrderedDict(hooks)
-    tensor.grad_fn._register_hook_dict(tensor)

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdp_skip1.gradients import after_output
+from fsdp_skip1.frames import frame_callback
+from fsdp_skip1.gradients import after_output, before_input, nothing
 from fsdp_skip1.others import is_untouched
 from fsdp_skip1.releases import groups_of
-from fsdp_skip1.trims import below_switch, frame_callback, is_one_tensor, untraced
+from fsdp_skip1.trims import below_switch, is_one_tensor
 from fsdp_skip1.unshard import ATTRIBUTE
 
 if TYPE_CHECKING:
@@ -41,10 +42,11 @@ class Hooks:
         if root in self._roots:
             return
         self._roots.add(root)
+        place = nothing()
         for state in root._state_ctx.all_states:
             if len(state._modules) == 1 and len(groups_of(state)) == 1:
                 self._states.add(state)
-                state.__dict__[ATTRIBUTE] = ModuleHooks(self._stepper, state)
+                state.__dict__[ATTRIBUTE] = ModuleHooks(self._stepper, state, place)
 
     def give_back(self) -> None:
         """Put torch's hooks back wherever ours still are."""
@@ -59,14 +61,15 @@ class Hooks:
 class ModuleHooks:
     """The hooks of one module."""
 
-    def __init__(self, stepper: Stepper, state: Any) -> None:
+    def __init__(self, stepper: Stepper, state: Any, place: Callable[..., Any]) -> None:
         self._stepper = stepper
         self._state = state
+        self._nothing = place
         (self._group,) = groups_of(state)
         self._is_torchs = True  # found before forward
         module = state._modules[0]
         # On other devices it has to run on the stream of the module's own forward.
-        self._post_backward = self._after_backward() if self._group.device.type == "cpu" else None
+        self._on_input = self._before_input() if self._group.device.type == "cpu" else None
         self._taken: list[tuple[MutableMapping[Any, Any], Any, Any]] = []
         self._take(module._forward_pre_hooks, "_pre_forward_hook_handle", self._before_forward)
         self._take(module._forward_hooks, "_post_forward_hook_handle", self._after_forward)
@@ -81,7 +84,7 @@ class ModuleHooks:
         theirs: Any = registry.get(key)
         raw = _below_switch(theirs)
         if raw is not None:
-            ours: Any = untraced(make(theirs, raw))
+            ours: Any = make(theirs, raw)
             ours.__name__ = theirs.__name__
             registry[key] = ours
             self._taken.append((registry, theirs, ours))
@@ -102,7 +105,7 @@ class ModuleHooks:
 
     def _before_forward(self, theirs: Any, raw: Any) -> Callable[..., Any]:
         stepper, state, group = self._stepper, self._state, self._group
-        post_backward = self._post_backward
+        on_input = self._on_input
         policy, states = state._mp_policy, stepper.states
         casts = policy.cast_forward_inputs and policy.param_dtype
 
@@ -110,35 +113,39 @@ class ModuleHooks:
             if _compiling() or stepper.aside or frame_callback() is not None:
                 return theirs(module, args, kwargs)
             if (
-                state._training_state is not states.IDLE
+                not self._looks_untouched()
+                or state._training_state is not states.IDLE
                 or state._is_root is not False
                 or state._state_ctx.iter_forward_root is None
                 or state._states_to_forward_prefetch
                 or state._mp_policy is not policy
                 or casts
                 or stepper.reduction_pending(state)
-                or not self._looks_untouched()
             ):
                 return raw(module, args, kwargs)
             state._training_state = states.FORWARD
-            result = stepper.before_forward(group, args, kwargs, post_backward)
+            result = stepper.before_forward(group, args, kwargs, on_input)
             return group.pre_forward(module, args, kwargs) if result is None else result
 
         return pre_forward
 
-    def _after_backward(self) -> Callable[[torch.Tensor], Any]:
-        stepper, group = self._stepper, self._group
+    def _before_input(self) -> Callable[[torch.Tensor], bool]:
+        stepper, group, place = self._stepper, self._group, self._nothing
 
-        @untraced
         def post_backward(_: torch.Tensor) -> None:
-            if _compiling() or not stepper.after_backward(group):
+            if stepper.is_in_backward(group) and (
+                _compiling() or not stepper.after_backward(group)
+            ):
                 group.post_backward()
 
-        return post_backward
+        def on_input(tensor: torch.Tensor) -> bool:
+            return before_input(tensor, post_backward, place)
+
+        return on_input
 
     def _after_forward(self, theirs: Any, raw: Any) -> Callable[..., Any]:
         stepper, state, group = self._stepper, self._state, self._group
-        states = stepper.states
+        states, place = stepper.states, self._nothing
 
         def post_forward(module: Any, inputs: Any, output: Any) -> Any:
             if _compiling() or stepper.aside or frame_callback() is not None:
@@ -155,11 +162,10 @@ class ModuleHooks:
             if not is_one_tensor(output):
                 output = state._register_pre_backward_hook(output)
             elif output.requires_grad and torch.is_grad_enabled():
-                after_output(output, pre_backward)
+                after_output(output, pre_backward, place)
             state._training_state = states.IDLE
             return output
 
-        @untraced
         def pre_backward(grad: torch.Tensor) -> Any:
             if (
                 _compiling()

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdp_skip1 import others, roots, trims
+from fsdp_skip1 import frames, others, roots, trims
 from fsdp_skip1.counters import counters
 from fsdp_skip1.notices import announce, heard, log, rank, warn_once
 from fsdp_skip1.plan import shard_mesh_size
@@ -168,6 +168,7 @@ def _install(fsdp2: Fsdp2, zero_copy: bool) -> None:
         stranger = point.bypassed()
         if stranger is not None:
             log("info", "%s was wrapped by %s before", point, others.describe(stranger))
+    frames.pass_over()
     _waits.clear()
     _waits.update({point.owner: point.installed for point in _points if point.name == _WAIT})
     _judged.clear()

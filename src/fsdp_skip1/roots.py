@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fsdp_skip1.frames import nobody_traces
 from fsdp_skip1.releases import groups_of
-from fsdp_skip1.trims import nobody_traces, observed
+from fsdp_skip1.trims import observed
 
 if TYPE_CHECKING:
     from fsdp_skip1.steady import Stepper

@@ -23,7 +23,7 @@ from torch import nn
 
 from fsdp_skip1 import proven, roots
 from fsdp_skip1.counters import counters
-from fsdp_skip1.gradients import before_input
+from fsdp_skip1.frames import frame_callback
 from fsdp_skip1.hooks import Hooks
 from fsdp_skip1.others import of_class
 from fsdp_skip1.plan import replicate_mesh_size
@@ -32,7 +32,6 @@ from fsdp_skip1.trims import (
     alias,
     blank_dtensor,
     chosen,
-    frame_callback,
     inputs_with_grad,
     may_be_viewed,
     new_dtensor,
@@ -302,11 +301,11 @@ class Stepper:
         group: Any,
         inputs: tuple[Any, ...],
         keywords: dict[str, Any],
-        post_backward: Callable[[torch.Tensor], Any] | None = None,
+        on_input: Callable[[torch.Tensor], bool] | None = None,
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """``pre_forward``. None, with nothing changed, if torch has to.
 
-        ``post_backward`` may be called by a hook on the input, instead of by a node behind it.
+        ``on_input`` may have a hook on the input call ``post_backward``, instead of a node.
         """
         steady = self._steady(group)
         if steady is None or not self._unshard(group, steady):
@@ -322,10 +321,10 @@ class Stepper:
             if may_be_viewed(found):
                 ((key, tensor),) = found
                 if (
-                    post_backward is not None
+                    on_input is not None
                     and steady.hands_over
                     and _backward() == -1  # not when forward runs again in there
-                    and before_input(tensor, post_backward)
+                    and on_input(tensor)
                 ):
                     view = alias(tensor)
                 else:
@@ -383,9 +382,12 @@ class Stepper:
 
     def before_backward(self, group: Any, *, prefetch: bool) -> bool:
         """``pre_backward``. False, with nothing changed, if torch has to."""
+        backward = _backward()
+        state = group.__dict__.get(ATTRIBUTE)
+        if state is not None:
+            state.backward = backward
         if group._training_state is self._pre_backward:
             return False
-        backward = _backward()
         if backward != self._backward or backward == -1:  # which it is for compiled autograd
             self._backward = backward
             self.look_again()
@@ -406,6 +408,13 @@ class Stepper:
                 if index > 0:
                     self._prefetch(group, group.comm_ctx.post_forward_order[index - 1])
         return True
+
+    def is_in_backward(self, group: Any) -> bool:
+        """Whether the backward that runs at this moment came by the group's output."""
+        state = group.__dict__.get(ATTRIBUTE)
+        if state is None:  # switched off meanwhile
+            return group._training_state is self._pre_backward
+        return bool(state.backward == _backward())
 
     def post_backward(
         self, wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

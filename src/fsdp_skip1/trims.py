@@ -13,12 +13,12 @@ import functools
 import importlib
 import operator
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from fsdp_skip1.frames import nobody_traces
 from fsdp_skip1.others import is_untouched
 from fsdp_skip1.releases import functorch_active, has_attributes
 from fsdp_skip1.unshard import ATTRIBUTE
@@ -469,41 +469,6 @@ def _undisabled(fsdp2: Fsdp2, raw: Callable[..., Any]) -> Any:
         return wrapped(*args, **kwargs)
 
     return call
-
-
-def nobody_traces() -> bool:
-    """Whether torch.compile looks at no frame of this thread."""
-    return "torch._dynamo.eval_frame" in sys.modules and frame_callback() is None
-
-
-def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have torch.compile pass over the function, where it is not called from what is traced."""
-    frames: Any = torch._C._dynamo.eval_frame
-    code = getattr(function, "__code__", None)
-    if hasattr(frames, "set_code_exec_strategy"):
-        action = frames._FrameAction
-        strategy = frames._FrameExecStrategy(action.SKIP, action.DEFAULT)
-        frames.set_code_exec_strategy(code, strategy)
-    elif hasattr(frames, "skip_code"):  # 2.6
-        frames.skip_code(code)
-    return function
-
-
-_set_frame_callback = torch._C._dynamo.eval_frame.set_eval_frame
-
-
-@untraced
-def frame_callback() -> Any:
-    """What torch.compile looks at this thread's frames with; None where it does not.
-
-    Taken off and put back, as torch.compile's own off-switch does: in 2.6 and 2.7 the function
-    that only looks, ``get_eval_frame_callback``, gives away a reference that it has not got, and
-    after some thousand steps Python ends because ``None`` has no references left.
-    """
-    found = _set_frame_callback(None)
-    if found is not None:
-        _set_frame_callback(found)
-    return found
 
 
 # -- type checks of later releases -------------------------------------------------------------

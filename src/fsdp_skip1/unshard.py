@@ -67,9 +67,11 @@ class GroupState:
         trials: how often torch's own unshard was begun in the hope of a proof.
         places: where its parameters are registered, for the trims.
         steady: what ``steady`` keeps of a settled group, until the plan changes.
+        backward: the graph task of its last ``pre_backward``.
     """
 
     __slots__ = (
+        "backward",
         "basis",
         "moving",
         "nbytes",
@@ -95,6 +97,7 @@ class GroupState:
         self.places_tried = False
         self.steady: Any = None
         self.steady_tried = False
+        self.backward = -1
         self.proof: Any = None
         self.trials = 0
 
