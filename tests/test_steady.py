@@ -644,6 +644,33 @@ def test_hooks_of_the_input_come_before_the_reshard() -> None:
     assert in_child(lambda: (run(False), run(True))) == (["Parameter"] * 3,) * 2
 
 
+@proven_release
+@pytest.mark.parametrize("names", ["all", "none"])
+def test_backward_inside_of_something_compiled(names: str) -> None:
+    """torch.compile looks at every frame of it that torch has not switched it off for."""
+
+    def body(_: Any) -> None:
+        os.environ["FSDP_SKIP1_TRIMS"] = names
+        import fsdp_skip1
+
+        fsdp_skip1.enable()
+        training = Training()
+        training.step()
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        compiled = torch.compile(lambda loss: loss.backward(), backend="eager")
+        for _ in range(6):
+            for module, _ in training.sides:
+                compiled(module(torch.ones(2, models.DIM)).pow(2).sum())
+            pairs = zip(training.sides[0][0].parameters(), training.module.parameters())
+            assert all(torch.equal(p.grad, q.grad._local_tensor) for p, q in pairs)
+        breaks = "\n".join(torch._dynamo.utils.counters["graph_break"])
+        assert "fsdp_skip1" not in breaks
+        training.step()
+
+    run_ranks(body, 1)
+
+
 # -- references ----------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fsdp_skip1.frames import nobody_traces
+from fsdp_skip1.frames import frame_callback, nobody_traces
 from fsdp_skip1.others import is_untouched
 from fsdp_skip1.releases import functorch_active, has_attributes
 from fsdp_skip1.unshard import ATTRIBUTE
@@ -404,6 +404,7 @@ def sharded_dtensor(fsdp2: Fsdp2) -> Callable[[Any, torch.Tensor], torch.Tensor]
             or meta is None
             or meta.dtype is not tensor.dtype
             or type(fsdp_param).to_sharded_dtensor is not stock  # somebody patched it since
+            or frame_callback() is not None  # torch keeps torch.compile out of ``__new__``
         ):
             return by_torch(fsdp_param, tensor)
         return new(tensor, spec)
