@@ -66,7 +66,9 @@ class ModuleHooks:
         self._state = state
         self._nothing = place
         (self._group,) = groups_of(state)
-        self._is_torchs = True  # found before forward
+        # Found before forward, by which nothing has changed after it.
+        self._is_torchs = True
+        self._looked = False
         module = state._modules[0]
         # On other devices it has to run on the stream of the module's own forward.
         self._on_input = self._before_input() if self._group.device.type == "cpu" else None
@@ -110,6 +112,7 @@ class ModuleHooks:
         casts = policy.cast_forward_inputs and policy.param_dtype
 
         def pre_forward(module: Any, args: Any, kwargs: Any) -> Any:
+            self._looked = False
             if _compiling() or stepper.aside or frame_callback() is not None:
                 return theirs(module, args, kwargs)
             if (
@@ -125,7 +128,10 @@ class ModuleHooks:
                 return raw(module, args, kwargs)
             state._training_state = states.FORWARD
             result = stepper.before_forward(group, args, kwargs, on_input)
-            return group.pre_forward(module, args, kwargs) if result is None else result
+            if result is None:
+                return group.pre_forward(module, args, kwargs)
+            self._looked = True
+            return result
 
         return pre_forward
 
@@ -148,7 +154,8 @@ class ModuleHooks:
         states, place = stepper.states, self._nothing
 
         def post_forward(module: Any, inputs: Any, output: Any) -> Any:
-            if _compiling() or stepper.aside or frame_callback() is not None:
+            looked = self._looked
+            if _compiling() or stepper.aside or not (looked or frame_callback() is None):
                 return theirs(module, inputs, output)
             if (
                 state._training_state is states.PRE_BACKWARD
@@ -157,7 +164,7 @@ class ModuleHooks:
                 or state._mp_policy.output_dtype is not None
             ):
                 return raw(module, inputs, output)
-            if not stepper.after_forward(group):
+            if not stepper.after_forward(group, looked=looked):
                 output = group.post_forward(module, inputs, output)
             if not is_one_tensor(output):
                 output = state._register_pre_backward_hook(output)

@@ -70,18 +70,19 @@ class Steady:
         slots: for each parameter its ``FSDPParam``, the unsharded parameter, the sharded storage's
             flat tensor that it was settled with, its size in bytes, its module, its name there,
             and the other places where it is registered. Its dtypes stay: torch resolves them once.
+        classes: of the modules, whose ``__setattr__`` is torch's.
         blanks: for each parameter, ``trims.blank_dtensor``.
         hands_over: gradients of ``dtype`` become the sharded gradients as they stand.
     """
 
     __slots__ = (
         "blanks",
+        "classes",
         "dtype",
         "hands_over",
         "mesh_info",
         "nbytes",
         "pending",
-        "places",
         "reduce_dtype",
         "slots",
     )
@@ -93,7 +94,7 @@ class Steady:
         places: Places,
         blank_of: Callable[[Any], Any],
     ) -> None:
-        self.places = places
+        self.classes = frozenset(places.classes)
         self.slots = [
             (p, p._unsharded_param, data, data.nbytes, *where[0], where[1:])
             for (p, data, _), (_, where) in zip(state.basis, places.slots)
@@ -350,9 +351,16 @@ class Stepper:
             return args[2]
         return wrapped(*args, **kwargs)
 
-    def after_forward(self, group: Any) -> bool:
-        """``post_forward``, less the output. False, with nothing changed, if torch has to."""
-        steady = self._steady(group)
+    def after_forward(self, group: Any, *, looked: bool = False) -> bool:
+        """``post_forward``, less the output. False, with nothing changed, if torch has to.
+
+        ``looked``: the forward was begun by ``before_forward``, so that nothing forbids it.
+        """
+        if looked:
+            state = group.__dict__.get(ATTRIBUTE)
+            steady = None if state is None else state.steady
+        else:
+            steady = self._steady(group)
         if steady is None:
             return False
         if not self.release.stays_out_of_recompute or _backward() == -1:
@@ -562,18 +570,20 @@ class Stepper:
             or group.comm_ctx.all_gather_state is not None
         ):
             return False
-        if not steady.places.hold():  # for the rest of this pass, and for good
-            group.__dict__[ATTRIBUTE].steady = None
-            return False
-        unsharded = self._unsharded
+        unsharded, classes = self._unsharded, steady.classes
         with self._lock:
             state = fields.get(ATTRIBUTE)
             if state is None or state.steady is not steady:
                 return False  # handed back by another thread
             with _by_torch():
                 for fsdp_param, param, data, _, module, name, more in steady.slots:
-                    if fsdp_param._sharded_param_data is not data:  # the storage was swapped
+                    if (
+                        fsdp_param._sharded_param_data is not data  # the storage was swapped
+                        or type(module) not in classes
+                        or (more and any(type(where) not in classes for where, _ in more))
+                    ):
                         self._reshard(group, steady)
+                        state.steady = None  # for the rest of this pass
                         return False
                     requires_grad = fsdp_param.sharded_param.requires_grad
                     if param.requires_grad is not requires_grad:
