@@ -44,13 +44,13 @@ def after_output(tensor: torch.Tensor, pre_backward: Call, nothing: Call) -> Non
         pre_backward: what to call.
         nothing: the root's.
     """
-    if tensor._backward_hooks is not None or tensor.is_leaf:
+    node: Any = tensor.grad_fn
+    if node is None or tensor._backward_hooks is not None:
         tensor.register_hook(pre_backward)
         return
     # ``register_hook``, less the handle by which to remove it.
     hooks: Any = OrderedDict({_POST_BACKWARD: nothing, _PRE_BACKWARD: pre_backward})
     tensor._backward_hooks = hooks
-    node: Any = tensor.grad_fn
     node._register_hook_dict(tensor)
 
 
