@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from support import models, warmup
-from support.arms import seed_everything
-from support.features import RELEASE
-from support.ranks import run_ranks
+from support.arms import local, seed_everything
+from support.features import proven_release
+from support.ranks import with_plugin
+from support.shards import shard_blocks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-pytestmark = pytest.mark.skipif(RELEASE < (2, 7), reason="2.6 keeps the smaller trims alone")
+pytestmark = proven_release
 
 Blocks = nn.ModuleList
 Tensor = torch.Tensor
@@ -158,18 +159,20 @@ def built(wiring: Callable[[Blocks, Tensor], Tensor], fsdp: bool) -> Wired:
     seed_everything()
     module = Wired(wiring)
     if fsdp:
-        for block in module.blocks:
-            fully_shard(block)
-        fully_shard(module)
+        shard_blocks(module)
+    return module
+
+
+def settled() -> Wired:
+    """A chain after some steps, whose groups decide nothing any more."""
+    module = built(chain, fsdp=True)
+    for step in range(3):
+        module(batch(step)).sum().backward()
     return module
 
 
 def batch(step: int) -> Tensor:
     return torch.randn(6, models.DIM, generator=torch.Generator().manual_seed(step))
-
-
-def local(tensor: Any) -> Tensor:
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 def trained(wiring: Callable[[Blocks, Tensor], Tensor], fsdp: bool) -> list[Tensor]:
@@ -191,16 +194,6 @@ def trained(wiring: Callable[[Blocks, Tensor], Tensor], fsdp: bool) -> list[Tens
     return found + [local(p).detach().clone() for p in module.parameters()]
 
 
-def in_child(body: Callable[[], Any]) -> Any:
-    def on(_: Any) -> Any:
-        import fsdp_skip1
-
-        fsdp_skip1.enable()
-        return body()
-
-    return run_ranks(on, 1)[0]
-
-
 @pytest.mark.parametrize("wiring", WIRINGS, ids=lambda wiring: wiring.__name__)
 def test_wiring(wiring: Callable[[Blocks, Tensor], Tensor]) -> None:
     """Bit for bit what stock finds, and plain, but for the order in which plain sums gradients."""
@@ -220,7 +213,7 @@ def test_wiring(wiring: Callable[[Blocks, Tensor], Tensor]) -> None:
         assert len(ours) == len(stock)
         assert all(map(torch.equal, ours, stock))
 
-    in_child(body)
+    with_plugin(body)
 
 
 # -- the order of what happens -------------------------------------------------------------------
@@ -281,7 +274,7 @@ def test_hooks_see_what_they_see_in_stock(wiring: Callable[[Blocks, Tensor], Ten
             assert ours == run()
         assert len(ours) >= 3
 
-    in_child(body)
+    with_plugin(body)
 
 
 def test_a_backward_that_is_not_the_blocks_leaves_it_alone() -> None:
@@ -319,7 +312,7 @@ def test_a_backward_that_is_not_the_blocks_leaves_it_alone() -> None:
             assert ours == run()
         assert ours[-2][0] == "Parameter"
 
-    in_child(body)
+    with_plugin(body)
 
 
 def test_an_activation_does_not_keep_the_blocks_that_it_was_given_to() -> None:
@@ -335,7 +328,7 @@ def test_an_activation_does_not_keep_the_blocks_that_it_was_given_to() -> None:
         gc.collect()
         assert [ref() for ref in alive] == [None] * 3
 
-    in_child(body)
+    with_plugin(body)
 
 
 def test_one_hook_does_both() -> None:
@@ -344,9 +337,7 @@ def test_one_hook_does_both() -> None:
     def body() -> None:
         from fsdp_skip1 import gradients
 
-        module = built(chain, fsdp=True)
-        for step in range(3):
-            module(batch(step)).sum().backward()
+        module = settled()
         tensors: list[Tensor] = []
         for block in module.blocks:
             block.register_forward_pre_hook(lambda _, args: tensors.append(args[0]), prepend=True)
@@ -356,14 +347,12 @@ def test_one_hook_does_both() -> None:
             assert list(hooks) == [gradients._POST_BACKWARD, gradients._PRE_BACKWARD]
             assert hooks[gradients._POST_BACKWARD].__name__ == "post_backward"
 
-    in_child(body)
+    with_plugin(body)
 
 
 def test_activations_die_with_their_graph() -> None:
     def body() -> None:
-        module = built(chain, fsdp=True)
-        for step in range(3):
-            module(batch(step)).sum().backward()
+        module = settled()
         alive: list[weakref.ref[Tensor]] = []
         for block in module.blocks:
             block.register_forward_hook(lambda _, args, y: alive.append(weakref.ref(y)))
@@ -373,4 +362,4 @@ def test_activations_die_with_their_graph() -> None:
         assert len(alive) == 4
         assert all(map(operator.is_, (ref() for ref in alive), [None] * 4))
 
-    in_child(body)
+    with_plugin(body)

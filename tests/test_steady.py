@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 import torch
 from support import models, warmup
-from support.arms import param_groups, seed_everything
+from support.arms import local, param_groups, seed_everything
 from support.counting import counting
-from support.features import RELEASE
-from support.ranks import run_ranks
+from support.features import RELEASE, proven_release
+from support.ranks import run_ranks, with_plugin
+from support.shards import shard_blocks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-
-proven_release = pytest.mark.skipif(RELEASE < (2, 7), reason="2.6 keeps the smaller trims alone")
 
 # Where torch's own methods are, which do not run while all groups are steady.
 FILES = ("_fsdp_param_group.py", "_fsdp_param.py")
@@ -30,12 +29,6 @@ FILES = ("_fsdp_param_group.py", "_fsdp_param.py")
 @pytest.fixture(scope="module", autouse=True)
 def prepared():
     warmup.load()
-
-
-def shard(module: nn.Module) -> None:
-    for block in module.blocks:
-        fully_shard(block)
-    fully_shard(module)
 
 
 class Training:
@@ -47,7 +40,7 @@ class Training:
             seed_everything()
             module = make()
             if fsdp:
-                shard(module)
+                shard_blocks(module)
             optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
             self.sides.append((module, optimizer))
         self.module = self.sides[1][0]
@@ -70,7 +63,7 @@ class Training:
         plain, ours = results
         assert plain.keys() == ours.keys()
         for name, value in ours.items():
-            assert torch.equal(getattr(value, "_local_tensor", value), plain[name]), name
+            assert torch.equal(local(value), plain[name]), name
 
 
 @contextlib.contextmanager
@@ -88,16 +81,6 @@ def called() -> Iterator[Counter[str]]:
         yield found
     finally:
         sys.setprofile(None)
-
-
-def in_child(body: Callable[[], Any]) -> Any:
-    def on(_: Any) -> Any:
-        import fsdp_skip1
-
-        fsdp_skip1.enable()
-        return body()
-
-    return run_ranks(on, 1)[0]
 
 
 def steady_training(**kwargs: Any) -> Training:
@@ -140,7 +123,7 @@ def test_a_source_that_is_not_known_keeps_torchs_methods() -> None:
             training.step()
         assert ran["post_backward"] == ran["pre_forward"] == len(training.groups)
 
-    in_child(body)
+    with_plugin(body)
 
 
 # -- when it is ----------------------------------------------------------------------------------
@@ -148,7 +131,7 @@ def test_a_source_that_is_not_known_keeps_torchs_methods() -> None:
 
 @proven_release
 def test_no_method_of_torchs_runs() -> None:
-    in_child(lambda: steady_training() and None)
+    with_plugin(lambda: steady_training() and None)
 
 
 @proven_release
@@ -180,7 +163,7 @@ def test_a_step_takes_few_calls() -> None:
         stock = calls(training.module, x) - plain
         assert ours < stock / 5, (ours, stock)
 
-    in_child(body)
+    with_plugin(body)
 
 
 class Uneven(nn.Module):
@@ -206,7 +189,7 @@ def test_frozen_unused_and_shared_parameters_are_steady_too() -> None:
         block = training.module.blocks[2]
         assert block.again.weight is block.down.weight
 
-    in_child(body)
+    with_plugin(body)
 
 
 # -- when it is not ------------------------------------------------------------------------------
@@ -266,7 +249,7 @@ def test_who_patches_a_class_later_is_called(owner: str, name: str) -> None:
         training.step()
         assert len(seen) >= len(training.groups) - (owner == "state")
 
-    in_child(body)
+    with_plugin(body)
 
 
 @proven_release
@@ -279,7 +262,7 @@ def test_who_patches_a_group_later_is_called(name: str) -> None:
         training.step()
         assert seen
 
-    in_child(body)
+    with_plugin(body)
 
 
 @proven_release
@@ -293,7 +276,7 @@ def test_who_patches_a_state_later_is_called() -> None:
         training.step()
         assert sorted(seen) == ["_pre_backward", "_register_pre_backward_hook", "_root_pre_forward"]
 
-    in_child(body)
+    with_plugin(body)
 
 
 @proven_release
@@ -314,7 +297,7 @@ def test_who_takes_an_attribute_away_for_a_method_is_called() -> None:
             training.step()
         assert not ran, ran
 
-    in_child(body)
+    with_plugin(body)
 
 
 @proven_release
@@ -330,7 +313,7 @@ def test_who_patches_between_forward_and_backward_is_called() -> None:
         loss.backward()
         assert set(seen) == {"unshard", "reshard"}
 
-    in_child(body)
+    with_plugin(body)
 
 
 @proven_release
@@ -351,7 +334,7 @@ def test_who_swaps_code_is_heard() -> None:
         training.step()
         assert len(cls.heard) == len(training.groups)
 
-    in_child(body)
+    with_plugin(body)
 
 
 def profiled(training: Training) -> None:
@@ -411,7 +394,7 @@ def test_torchs_methods_run(use: Callable[[Training], None]) -> None:
         assert ran["post_backward"] >= 1
         training.step()
 
-    in_child(body)
+    with_plugin(body)
 
 
 @pytest.mark.parametrize("names", ["none", "registration,dtensor", "steady"])
@@ -456,7 +439,7 @@ def test_hooks_on_modules_are_torchs_again() -> None:
             assert all(map(operator.is_, hooks_of(training.module), before))
         training.step()
 
-    in_child(body)
+    with_plugin(body)
 
 
 @proven_release
@@ -471,7 +454,7 @@ def test_hooks_that_somebody_removed_stay_removed() -> None:
         fsdp_skip1.disable()
         assert hooks_of(training.module.blocks[0]) == []
 
-    in_child(body)
+    with_plugin(body)
 
 
 @proven_release
@@ -493,7 +476,7 @@ def test_a_toggle_between_forward_and_backward() -> None:
             fsdp_skip1.enable()
         training.step()
 
-    in_child(body)
+    with_plugin(body)
 
 
 class Writing(models.Block):
@@ -521,7 +504,7 @@ def test_a_module_may_write_to_its_input() -> None:
         with fsdp_skip1.disabled(), pytest.raises(RuntimeError, match="custom Function"):
             training.module(torch.ones(2, models.DIM))
 
-    in_child(body)
+    with_plugin(body)
 
 
 @proven_release
@@ -533,7 +516,7 @@ def test_a_hook_on_one_parameter_sees_the_gradients_before_it() -> None:
 
         (fsdp_skip1.enable if on else fsdp_skip1.disable)()
         module = models.stack()
-        shard(module)
+        shard_blocks(module)
         parameters = list(module.blocks[0].parameters())
         seen = []
 
@@ -546,7 +529,7 @@ def test_a_hook_on_one_parameter_sees_the_gradients_before_it() -> None:
             module.zero_grad()
         return seen
 
-    stock, ours = in_child(lambda: (run(False), run(True)))
+    stock, ours = with_plugin(lambda: (run(False), run(True)))
     assert ours == stock
     assert stock[-1] == [True, True, True, False, False]
 
@@ -581,7 +564,7 @@ def test_selective_checkpointing_over_blocks() -> None:
         for _ in range(4):
             training.step()
 
-    in_child(body)
+    with_plugin(body)
 
 
 @proven_release
@@ -596,7 +579,7 @@ def test_blocks_compiled_as_one_graph(compiled_first: bool) -> None:
         for _ in range(4):
             training.step()
 
-    in_child(body)
+    with_plugin(body)
 
 
 def compile_blocks(module: nn.Module) -> None:
@@ -641,7 +624,7 @@ def test_hooks_of_the_input_come_before_the_reshard() -> None:
             (x + y).sum().backward()
         return module[1].noted
 
-    assert in_child(lambda: (run(False), run(True))) == (["Parameter"] * 3,) * 2
+    assert with_plugin(lambda: (run(False), run(True))) == (["Parameter"] * 3,) * 2
 
 
 @proven_release
@@ -688,7 +671,7 @@ def test_steps_leave_the_references_of_none_alone() -> None:
             training.module(torch.ones(3, models.DIM)).sum().backward()
         return sys.getrefcount(None) - before
 
-    assert abs(in_child(body)) < steps
+    assert abs(with_plugin(body)) < steps
 
 
 def test_looking_at_the_frame_callback_leaves_it_alone() -> None:
@@ -708,5 +691,5 @@ def test_looking_at_the_frame_callback_leaves_it_alone() -> None:
         del found
         return before, sys.getrefcount(callback)
 
-    before, after = in_child(body)
+    before, after = with_plugin(body)
     assert before == after

@@ -32,41 +32,36 @@ _POST_BACKWARD, _PRE_BACKWARD = -2, -1
 
 def nothing() -> Call:
     """What stands for ``post_backward`` until there is one. Of each FSDP2 root, one of its own."""
-    place: deque[object] = deque(maxlen=0)
-    return place.append  # no frame of Python's
+    empty: deque[object] = deque(maxlen=0)
+    return empty.append  # no frame of Python's
 
 
-def after_output(tensor: torch.Tensor, pre_backward: Call, nothing: Call) -> None:
+def after_output(tensor: torch.Tensor, pre_backward: Call, place: Call) -> None:
     """Have ``pre_backward`` called with the gradient of a module's output.
 
     Args:
         tensor: the output; no view, and it requires a gradient.
         pre_backward: what to call.
-        nothing: the root's.
+        place: the root's ``nothing``.
     """
     node: Any = tensor.grad_fn
     if node is None or tensor._backward_hooks is not None:
         tensor.register_hook(pre_backward)
         return
     # ``register_hook``, less the handle by which to remove it.
-    hooks: Any = OrderedDict({_POST_BACKWARD: nothing, _PRE_BACKWARD: pre_backward})
+    hooks: Any = OrderedDict({_POST_BACKWARD: place, _PRE_BACKWARD: pre_backward})
     tensor._backward_hooks = hooks
     node._register_hook_dict(tensor)
 
 
-def before_input(tensor: torch.Tensor, post_backward: Call, nothing: Call) -> bool:
+def before_input(tensor: torch.Tensor, post_backward: Call, place: Call) -> bool:
     """Have ``post_backward`` called first when the gradient of a module's input is complete.
 
     False, with nothing changed, if the node before the module has to: the tensor is not the output
     of a module of the same root, has other hooks, or is the input of another module already.
     """
     hooks: Any = tensor._backward_hooks
-    if (
-        hooks is None
-        or len(hooks) != 2
-        or hooks.get(_POST_BACKWARD) is not nothing
-        or tensor.is_leaf
-    ):
+    if hooks is None or len(hooks) != 2 or hooks.get(_POST_BACKWARD) is not place or tensor.is_leaf:
         return False
     hooks[_POST_BACKWARD] = post_backward
     return True

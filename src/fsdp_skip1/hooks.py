@@ -64,7 +64,7 @@ class ModuleHooks:
     def __init__(self, stepper: Stepper, state: Any, place: Callable[..., Any]) -> None:
         self._stepper = stepper
         self._state = state
-        self._nothing = place
+        self._place = place
         (self._group,) = groups_of(state)
         # Found before forward, by which nothing has changed after it.
         self._is_torchs = True
@@ -136,13 +136,12 @@ class ModuleHooks:
         return pre_forward
 
     def _before_input(self) -> Callable[[torch.Tensor], bool]:
-        stepper, group, place = self._stepper, self._group, self._nothing
+        stepper, group, place = self._stepper, self._group, self._place
+        after_backward = stepper.after_backward_of(group)
 
         def post_backward(_: torch.Tensor) -> None:
-            if stepper.is_in_backward(group) and (
-                _compiling() or not stepper.after_backward(group)
-            ):
-                group.post_backward()
+            if stepper.is_in_backward(group):
+                after_backward()
 
         def on_input(tensor: torch.Tensor) -> bool:
             return before_input(tensor, post_backward, place)
@@ -151,7 +150,7 @@ class ModuleHooks:
 
     def _after_forward(self, theirs: Any, raw: Any) -> Callable[..., Any]:
         stepper, state, group = self._stepper, self._state, self._group
-        states, place = stepper.states, self._nothing
+        states, place = stepper.states, self._place
 
         def post_forward(module: Any, inputs: Any, output: Any) -> Any:
             looked = self._looked

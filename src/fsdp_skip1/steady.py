@@ -177,11 +177,13 @@ class Stepper:
     def begin(self) -> None:
         """Remember what is in place now, after everything has been installed."""
         fsdp2 = self._fsdp2
+        state_methods: tuple[str, ...] = proven.STATE_METHODS
+        if not self.release.finalizes_groups:
+            state_methods += (_FINALIZE,)
         owners: tuple[tuple[type, tuple[str, ...]], ...] = (
             (self._cls, proven.GROUP_METHODS),
             (fsdp2.param_class, proven.PARAM_METHODS),
-            (fsdp2.state_class, proven.STATE_METHODS),
-            (fsdp2.state_class, () if self.release.finalizes_groups else (_FINALIZE,)),
+            (fsdp2.state_class, state_methods),
         )
         functions = []
         for owner, names in owners:
@@ -190,7 +192,7 @@ class Stepper:
                 return  # somebody else's, which torch's methods call
             functions += found
         looks: list[tuple[Any, Callable[[Any], Any]]] = [(functions, _codes)]
-        looks += [(vars(owner), operator.itemgetter(*names)) for owner, names in owners if names]
+        looks += [(vars(owner), operator.itemgetter(*names)) for owner, names in owners]
         looks.append((vars(fsdp2.group_module), operator.itemgetter(_REDUCE)))
         self._watched = [(where, look, look(where)) for where, look in looks]
         self.look_again()
@@ -214,6 +216,12 @@ class Stepper:
             or (fsdp2.traceable and (fsdp2.compiled_autograd_enabled() or not fsdp2.skips_hooks()))
             or (self._logger is not None and self._logger.isEnabledFor(logging.DEBUG))
         )
+
+    def _look_at_backward(self, backward: int) -> None:
+        """``look_again``, if this is another backward."""
+        if backward != self._backward or backward == -1:  # which it is for compiled autograd
+            self._backward = backward
+            self.look_again()
 
     def _is_changed(self) -> bool:
         try:
@@ -240,8 +248,8 @@ class Stepper:
 
     def hands_over(self, group: Any) -> bool:
         """Whether the group is steady, and its gradients become the sharded ones as they stand."""
-        state = group.__dict__.get(ATTRIBUTE)
-        return state is not None and state.steady is not None and state.steady.hands_over
+        steady = _kept(group)
+        return steady is not None and steady.hands_over
 
     def _blank_of(self, fsdp_param: Any) -> Any:
         if not self.release.constructs_dtensors:
@@ -258,7 +266,7 @@ class Stepper:
         cls = type(state)
         if cls is not self._fsdp2.state_class and not all(
             of_class(cls, name) is vars(self._fsdp2.state_class).get(name)
-            for name in proven.STATE_METHODS
+            for name in _STATE_METHODS
         ):
             return False
         return vars(state).keys().isdisjoint(_STATE_METHODS)
@@ -329,7 +337,7 @@ class Stepper:
                 ):
                     view = alias(tensor)
                 else:
-                    view = view_before(self._after_backward_of(group), tensor)
+                    view = view_before(self.after_backward_of(group), tensor)
                 if len(inputs) == 1 and not keywords:
                     return (view,), keywords
                 return with_inputs(inputs, keywords, ((key, view),))
@@ -337,7 +345,9 @@ class Stepper:
         outcome = group._register_post_backward_hook(inputs, keywords)
         return outcome
 
-    def _after_backward_of(self, group: Any) -> Callable[[], None]:
+    def after_backward_of(self, group: Any) -> Callable[[], None]:
+        """What the autograd engine calls for ``post_backward``."""
+
         def post_backward() -> None:
             if _compiling() or not self.after_backward(group):
                 group.post_backward()
@@ -356,11 +366,7 @@ class Stepper:
 
         ``looked``: the forward was begun by ``before_forward``, so that nothing forbids it.
         """
-        if looked:
-            state = group.__dict__.get(ATTRIBUTE)
-            steady = None if state is None else state.steady
-        else:
-            steady = self._steady(group)
+        steady = _kept(group) if looked else self._steady(group)
         if steady is None:
             return False
         if not self.release.stays_out_of_recompute or _backward() == -1:
@@ -396,9 +402,7 @@ class Stepper:
             state.backward = backward
         if group._training_state is self._pre_backward:
             return False
-        if backward != self._backward or backward == -1:  # which it is for compiled autograd
-            self._backward = backward
-            self.look_again()
+        self._look_at_backward(backward)
         steady = self._steady(group)
         if steady is None or (
             self.release.leaf_accumulates and group._fsdp_params_with_wider_grad_dtype
@@ -431,10 +435,7 @@ class Stepper:
 
     def after_backward(self, group: Any) -> bool:
         """``post_backward``. False if torch has to, perhaps for some parameters only."""
-        backward = _backward()
-        if backward != self._backward or backward == -1:  # which it is for compiled autograd
-            self._backward = backward
-            self.look_again()
+        self._look_at_backward(_backward())
         steady = self._steady(group)
         if steady is None or not self._may_hand_over(group, steady):
             return False
@@ -528,8 +529,7 @@ class Stepper:
 
     def finish_backward(self, group: Any) -> bool:
         """``finalize_backward``. False, with nothing changed, if torch has to."""
-        state = group.__dict__.get(ATTRIBUTE)
-        steady = None if state is None else state.steady
+        steady = _kept(group)
         if (
             steady is None
             or self.aside
@@ -557,9 +557,8 @@ class Stepper:
 
     def _unshard(self, group: Any, steady: Steady) -> bool:
         """``unshard`` and ``wait_for_unshard``. False, with nothing changed, if torch has to."""
-        fields = group.__dict__
-        if not fields.keys().isdisjoint(self._methods):
-            fields[ATTRIBUTE].unsettle_step()
+        if self._is_patched(group):
+            group.__dict__[ATTRIBUTE].unsettle_step()
             return False
         pending = group._all_gather_result
         if group._sharded_state is self._unsharded:
@@ -572,7 +571,7 @@ class Stepper:
             return False
         unsharded, classes = self._unsharded, steady.classes
         with self._lock:
-            state = fields.get(ATTRIBUTE)
+            state = group.__dict__.get(ATTRIBUTE)
             if state is None or state.steady is not steady:
                 return False  # handed back by another thread
             with _by_torch():
@@ -612,12 +611,10 @@ class Stepper:
 
     def _prefetch(self, group: Any, target: Any) -> None:
         """Leave a pending result on the group that backward needs next, as ``unshard`` does."""
-        state = target.__dict__.get(ATTRIBUTE)
-        steady = None if state is None else state.steady
+        steady = _kept(target)
         if steady is not None:
             with self._lock:
-                state = target.__dict__.get(ATTRIBUTE)
-                if state is not None and state.steady is steady:
+                if _kept(target) is steady:
                     if (
                         target._all_gather_result is None
                         and target._sharded_state is self._sharded
@@ -630,6 +627,13 @@ class Stepper:
 
 _REDUCE = "foreach_reduce"
 _END = "_root_post_backward_final_callback"
+
+
+def _kept(group: Any) -> Steady | None:
+    """The group's steady state as it was last found, whatever there is at this moment."""
+    state = group.__dict__.get(ATTRIBUTE)
+    steady: Steady | None = None if state is None else state.steady
+    return steady
 
 
 def _codes(functions: list[Any]) -> list[Any]:

@@ -56,6 +56,18 @@ def run_ranks(
     return Launch(afresh if fresh else body, world, timeout).results()
 
 
+def with_plugin(body: Callable[[], Any]) -> Any:
+    """What ``body`` returns in a forked rank of its own, with the plugin on."""
+
+    def on(_: Rank) -> Any:
+        import fsdp_skip1
+
+        fsdp_skip1.enable()
+        return body()
+
+    return run_ranks(on, 1)[0]
+
+
 def forget_plugin() -> None:
     """Leave torch and the list of modules as before the first ``import fsdp_skip1``."""
     plugin = sys.modules.get("fsdp_skip1")

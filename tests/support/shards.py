@@ -22,11 +22,16 @@ def blocks(*mesh: int, root: dict[str, Any] | None = None, **kwargs: Any) -> App
         options = dict(kwargs)
         if mesh:
             options["mesh"] = run.mesh(*mesh)
-        for block in run.module.blocks:
-            fully_shard(block, **options)
-        fully_shard(run.module, **{**options, **(root or {})})
+        shard_blocks(run.module, root, **options)
 
     return apply
+
+
+def shard_blocks(module: nn.Module, root: dict[str, Any] | None = None, **options: Any) -> None:
+    """``fully_shard`` on each block, then on the root, which may have options of its own."""
+    for block in module.blocks:
+        fully_shard(block, **options)
+    fully_shard(module, **{**options, **(root or {})})
 
 
 def children(*mesh: int, **kwargs: Any) -> Apply:
