@@ -1,5 +1,7 @@
 """What is switched off leaves nothing behind: on torch's classes, on live groups, in memory."""
 
+import collections
+import contextlib
 import copy
 import gc
 import importlib
@@ -8,8 +10,11 @@ import logging
 import os
 import pickle
 import random
+import signal
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -618,3 +623,154 @@ def test_toggled_by_another_thread_while_it_trains(name: str) -> None:
         assert altered.leftovers() == []
 
     in_child(body)
+
+
+def test_forked_while_another_thread_switches_a_group() -> None:
+    def body() -> None:
+        import fsdp_skip1
+        from fsdp_skip1.unshard import lock
+
+        fsdp_skip1.enable()
+        model = altered.small_model()
+        altered.train_more(model)
+        taken, done = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with lock:
+                taken.set()
+                done.wait(30)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        taken.wait(30)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)  # ends it, should it wait for somebody who is not there
+            try:
+                with torch.no_grad():
+                    model(torch.ones(2, 4))
+                fsdp_skip1.disable()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        status = os.waitpid(child, 0)[1]
+        done.set()
+        thread.join(30)
+        assert status == 0
+
+    in_child(body)
+
+
+def test_toggled_by_another_thread_at_every_line_of_a_step() -> None:
+    """Each line of ours, at its first or at its last time, with the first options that reach it."""
+
+    def body() -> None:
+        import fsdp_skip1
+        from fsdp_skip1 import patch
+
+        tried: set[Place] = set()
+        files: set[str] = set()
+        for name in OPTIONS:
+            settings = options(name)
+            settings["mesh"] = altered.new_mesh(settings.get("mesh", (1,)))
+            fsdp_skip1.disable()
+            stock = altered.train_more(altered.small_model(**settings), 2)
+            fsdp_skip1.enable()
+            times: collections.Counter[Place] = collections.Counter()
+            for _ in range(2):  # the first time, something is imported and logged
+                times.clear()
+                with watching(lambda place: times.update([place])):
+                    losses = altered.train_more(altered.small_model(**settings), 2)
+                assert losses == stock
+            places = [place for place in times if place not in tried]
+            tried.update(places)
+            files.update(Path(file).name for file, _ in places)
+            for number, place in enumerate(places):
+                when = times[place] if number % 2 else 1
+                toggle = Toggle(place, when, again=number % 4 > 1)
+                model = altered.small_model(**settings)
+                with Heard() as heard, toggle:
+                    losses = altered.train_more(model, 2)
+                found = (losses == stock, heard.all, altered.leftovers(), left_on(model))
+                assert found == (True, [], [], []), (name, place, when)
+        expected = {"patch.py", "reduce.py", "unshard.py"}
+        if patch.steps_in_one_piece():
+            expected |= {"gradients.py", "hooks.py", "roots.py", "steady.py"}
+        assert files >= expected
+
+    run_ranks(lambda rank: body(), 1, 120.0, fresh=True)
+
+
+Place = tuple[str, int]
+
+
+class Toggle:
+    """While it is entered, another thread switches the plugin off at a line, perhaps on again."""
+
+    def __init__(self, place: Place, when: int, *, again: bool) -> None:
+        self._again = again
+        self._seen = 0
+        self._thread = threading.Thread(target=self._toggle, daemon=True)
+        self._error: BaseException | None = None
+        self._place, self._when = place, when
+        self._watching = watching(self._look)
+
+    def __enter__(self) -> None:
+        import fsdp_skip1
+
+        fsdp_skip1.enable()
+        self._watching.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        import fsdp_skip1
+
+        self._watching.__exit__(None, None, None)
+        self._thread.join(20)
+        assert not self._thread.is_alive() and self._error is None, self._error
+        fsdp_skip1.disable()
+
+    def _look(self, place: Place) -> None:
+        self._seen += place == self._place
+        if self._seen == self._when and not self._thread.ident:
+            self._thread.start()
+            self._thread.join(0.005)  # not to its end where it has to wait for this thread
+
+    def _toggle(self) -> None:
+        import fsdp_skip1
+
+        try:
+            fsdp_skip1.disable()
+            if self._again:
+                fsdp_skip1.enable(zero_copy=False)
+        except BaseException as error:
+            self._error = error
+
+
+@contextlib.contextmanager
+def watching(call: Callable[[Place], Any]) -> Iterator[None]:
+    """Have ``call`` called before each line of ours that this thread runs."""
+
+    def at_line(frame: Any, event: str, _: Any) -> Any:
+        if event == "line":
+            call((frame.f_code.co_filename, frame.f_lineno))
+        return at_line
+
+    def at_call(frame: Any, event: str, _: Any) -> Any:
+        return at_line if frame.f_globals.get("__name__", "").startswith("fsdp_skip1.") else None
+
+    sys.settrace(at_call)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+
+
+def left_on(model: Any) -> list[str]:
+    """What is left of us on a model: on its groups and among its hooks."""
+    hooks = [
+        hook
+        for module in model.modules()
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    ]
+    found = [repr(hook) for hook in hooks if (hook.__module__ or "").startswith("fsdp_skip1")]
+    return found + [trace for group in param_groups(model) for trace in traces(group)]

@@ -19,7 +19,7 @@ from fsdp_skip1.gradients import after_output, before_input, nothing
 from fsdp_skip1.others import is_untouched
 from fsdp_skip1.releases import groups_of
 from fsdp_skip1.trims import below_switch, is_one_tensor
-from fsdp_skip1.unshard import ATTRIBUTE
+from fsdp_skip1.unshard import ATTRIBUTE, lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
@@ -36,26 +36,32 @@ class Hooks:
         self._stepper = stepper
         self._roots: weakref.WeakSet[Any] = weakref.WeakSet()
         self._states: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._stopped = False
 
     def take(self, root: Any) -> None:
         """Exchange the hooks of all states below an FSDP2 root, where they are torch's own."""
         if root in self._roots:
             return
-        self._roots.add(root)
-        place = nothing()
-        for state in root._state_ctx.all_states:
-            if len(state._modules) == 1 and len(groups_of(state)) == 1:
-                self._states.add(state)
-                state.__dict__[ATTRIBUTE] = ModuleHooks(self._stepper, state, place)
+        with lock:
+            if self._stopped:  # by another thread
+                return
+            self._roots.add(root)
+            place = nothing()
+            for state in root._state_ctx.all_states:
+                if len(state._modules) == 1 and len(groups_of(state)) == 1:
+                    self._states.add(state)
+                    state.__dict__[ATTRIBUTE] = ModuleHooks(self._stepper, state, place)
 
-    def give_back(self) -> None:
-        """Put torch's hooks back wherever ours still are."""
-        for state in list(self._states):
-            hooks: ModuleHooks | None = state.__dict__.pop(ATTRIBUTE, None)
-            if hooks is not None:
-                hooks.give_back()
-        self._states.clear()
-        self._roots.clear()
+    def stop(self) -> None:
+        """Put torch's hooks back wherever ours still are, for good."""
+        with lock:
+            self._stopped = True
+            for state in list(self._states):
+                hooks: ModuleHooks | None = state.__dict__.pop(ATTRIBUTE, None)
+                if hooks is not None:
+                    hooks.give_back()
+            self._states.clear()
+            self._roots.clear()
 
 
 class ModuleHooks:

@@ -288,16 +288,16 @@ def _root_pre_forward(point: PatchPoint) -> Wrapping:
     def root_pre_forward(
         wrapped: Any, state: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        unsharder = _unsharder
+        unsharder, stepper = _unsharder, _stepper
         if unsharder is None:
             return _pass_through(point, wrapped, state, args, kwargs)
         if state._is_root is not False and not torch.compiler.is_compiling():
             _look_again()
             _look_for_reload(unsharder)
-            if _stepper is not None:
-                _stepper.look_again()
+            if stepper is not None:
+                stepper.look_again()
         event = state._state_ctx.post_optim_event
-        if _stepper is not None and len(args) == 3 and roots.begin_forward(_stepper, state):
+        if stepper is not None and len(args) == 3 and roots.begin_forward(stepper, state):
             result = args[1:]
         else:
             result = wrapped(*args, **kwargs)
@@ -306,8 +306,8 @@ def _root_pre_forward(point: PatchPoint) -> Wrapping:
             if any(shard_mesh_size(unsharder.fsdp2, g.mesh_info) == 1 for g in groups):
                 state._device_handle.current_stream().wait_event(event)
         if state._is_root and not torch.compiler.is_compiling():
-            if _stepper is not None:
-                _stepper.hooks.take(state)
+            if stepper is not None:
+                stepper.hooks.take(state)
             _tell_of(state)
         return result
 

@@ -40,7 +40,7 @@ from fsdp_skip1.trims import (
     view_before,
     with_inputs,
 )
-from fsdp_skip1.unshard import ATTRIBUTE, held
+from fsdp_skip1.unshard import ATTRIBUTE, lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -143,7 +143,6 @@ class Stepper:
         self._sharded, self._unsharded = fsdp2.sharded, fsdp2.unsharded
         self._type_checking = type_checking()
         self._new = new
-        self._lock = held()
         logger = getattr(fsdp2.group_module, "logger", None)
         self._logger = logger if isinstance(logger, logging.Logger) else None
         # What the methods here stand in for: as it was found when the plugin was switched on.
@@ -201,7 +200,7 @@ class Stepper:
         """Stand aside for good, and put torch's hooks back on live modules."""
         self._watched = []
         self.aside = True
-        self.hooks.give_back()
+        self.hooks.stop()
 
     def look_again(self) -> None:
         """Once for each forward and each backward: may the short way be gone?
@@ -290,12 +289,16 @@ class Stepper:
         params = self._fsdp2.param_class
         if any(type(p) is not params or _PARAM_METHODS & vars(p).keys() for p in group.fsdp_params):
             return None
-        state.steady_tried = True
-        places = places_of(group, state)
-        if places is not None:
-            state.steady = Steady(group, state, places, self._blank_of)
-        steady: Steady | None = state.steady
-        return steady
+        with lock:
+            # Another thread may have handed it back meanwhile, as a toggle does.
+            if group.__dict__.get(ATTRIBUTE) is not state or not (state.settled and state.basis):
+                return None
+            state.steady_tried = True
+            places = places_of(group, state)
+            if places is not None:
+                state.steady = Steady(group, state, places, self._blank_of)
+            steady: Steady | None = state.steady
+            return steady
 
     # -- before and after forward ----------------------------------------------------------
 
@@ -570,7 +573,7 @@ class Stepper:
         ):
             return False
         unsharded, classes = self._unsharded, steady.classes
-        with self._lock:
+        with lock:
             state = group.__dict__.get(ATTRIBUTE)
             if state is None or state.steady is not steady:
                 return False  # handed back by another thread
@@ -613,7 +616,7 @@ class Stepper:
         """Leave a pending result on the group that backward needs next, as ``unshard`` does."""
         steady = _kept(target)
         if steady is not None:
-            with self._lock:
+            with lock:
                 if _kept(target) is steady:
                     if (
                         target._all_gather_result is None

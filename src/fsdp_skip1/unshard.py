@@ -35,22 +35,12 @@ ATTRIBUTE = "_fsdp_skip1"
 
 # Held while memory changes hands, so that a toggle in another thread finds each group either
 # before an unshard or after it. Reentrant: an extension's hook may itself call ``disable()``.
-_lock = threading.RLock()
+lock = threading.RLock()
 _adopted: weakref.WeakSet[Any] = weakref.WeakSet()
 
-
-def _new_lock() -> None:
-    global _lock
-    _lock = threading.RLock()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_new_lock)
-
-
-def held() -> threading.RLock:
-    """The lock to hold while a group is switched."""
-    return _lock
+    # In place, since others keep it: whoever held it does not exist in the child.
+    os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 class GroupState:
@@ -147,7 +137,7 @@ class Unsharder:
             return wrapped(*args, **kwargs)
         if not group.unshard_in_backward and group._training_state is fsdp2.pre_backward:
             return None
-        with _lock:
+        with lock:
             if not self._stopped:
                 group._all_gather_result = self._begin(group, state, *args, **kwargs)
                 return None
@@ -159,7 +149,7 @@ class Unsharder:
         state = group.__dict__.get(ATTRIBUTE)
         if state is None or state.plan.left_to_torch is not None:
             return wrapped(*args, **kwargs)
-        with _lock:
+        with lock:
             # Looked at under the lock: ``stop`` turns a pending unshard of ours into a real one.
             if group._all_gather_result is None:
                 return None
@@ -265,7 +255,7 @@ class Unsharder:
 
     def adopt(self, group: Any) -> GroupState:
         """Decide about a group at its first use; remember it so that it can be restored."""
-        with _lock:
+        with lock:
             state: GroupState | None = group.__dict__.get(ATTRIBUTE)
             if state is not None:
                 return state
@@ -288,7 +278,7 @@ class Unsharder:
 
     def hand_back(self, group: Any) -> None:
         """Let torch unshard the group, the next time at least; undoes an unshard of ours."""
-        with _lock:
+        with lock:
             state = group.__dict__.get(ATTRIBUTE)
             if state is None:
                 return
@@ -298,7 +288,7 @@ class Unsharder:
 
     def _hand_back(self, group: Any) -> None:
         """Leave the group as stock would have it, and let torch go on from there."""
-        with _lock:
+        with lock:
             state = group.__dict__.get(ATTRIBUTE)
             if state is None or state.plan.left_to_torch is not None:
                 return
@@ -316,7 +306,7 @@ class Unsharder:
         ``unshard`` is torch's own method: where an unshard of ours is pending, it issues the
         real one, since the releases before 2.9 cannot finish ours.
         """
-        with _lock:
+        with lock:
             self._stopped = True
             for group in list(_adopted):
                 try:

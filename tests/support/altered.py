@@ -215,20 +215,26 @@ def train(mesh: tuple[int, ...] = (1,), steps: int = 3, **options: Any) -> list[
     return train_more(small_model(mesh, **options), steps)
 
 
-def small_model(mesh: tuple[int, ...] = (1,), **options: Any) -> Any:
+def small_model(mesh: Any = (1,), **options: Any) -> Any:
+    """A mesh, or the shape of one to make, which takes far longer than the rest."""
     import torch
     from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(7)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    names = ("replicate", "shard")[-len(mesh) :]
-    options["mesh"] = init_device_mesh("cpu", mesh, mesh_dim_names=names)
+    options["mesh"] = new_mesh(mesh) if isinstance(mesh, tuple) else mesh
     for layer in model[:2]:
         fully_shard(layer, **options)
     fully_shard(model, **options)
     return model
+
+
+def new_mesh(shape: tuple[int, ...] = (1,)) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    names = ("replicate", "shard")[-len(shape) :]
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def train_more(model: Any, steps: int = 3) -> list[float]:
