@@ -307,7 +307,7 @@ def _root_pre_forward(point: PatchPoint) -> Wrapping:
                 state._device_handle.current_stream().wait_event(event)
         if state._is_root and not torch.compiler.is_compiling():
             if stepper is not None:
-                stepper.hooks.take(state)
+                stepper.hooks.begin_forward(state)
             _tell_of(state)
         return result
 

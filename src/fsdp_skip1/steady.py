@@ -152,6 +152,7 @@ class Stepper:
         self.aside = True
         self.hooks = Hooks(self)
         self._backward = -1  # the last backward that was looked at
+        self.looked_in = -1  # the backward in which nothing has run since everything was looked at
 
     @classmethod
     def of(cls, fsdp2: Fsdp2) -> Stepper | None:
@@ -260,6 +261,15 @@ class Stepper:
         """Whether somebody has put a method on this group."""
         return not vars(group).keys().isdisjoint(self._methods)
 
+    def look_at_group(self, group: Any) -> bool:
+        """Whether nobody has put a method on the group; else the step is torch's from here on."""
+        if not self._is_patched(group):
+            return True
+        state = group.__dict__.get(ATTRIBUTE)
+        if state is not None:
+            state.unsettle_step()
+        return False
+
     def is_torchs(self, state: Any) -> bool:
         """Whether an FSDP2 state has torch's own methods, with nobody's on top."""
         cls = type(state)
@@ -314,12 +324,15 @@ class Stepper:
         inputs: tuple[Any, ...],
         keywords: dict[str, Any],
         on_input: Callable[[torch.Tensor], bool] | None = None,
+        *,
+        looked: bool = False,
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """``pre_forward``. None, with nothing changed, if torch has to.
 
         ``on_input`` may have a hook on the input call ``post_backward``, instead of a node.
+        ``looked``: ``look_at_group`` did, in this pass.
         """
-        steady = self._steady(group)
+        steady = self._steady(group) if looked or self.look_at_group(group) else None
         if steady is None or not self._unshard(group, steady):
             return None
         entering = group._training_state is not self._forward
@@ -393,20 +406,30 @@ class Stepper:
     def pre_backward(
         self, wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if len(args) == 1 and self.before_backward(group, prefetch=args[0]):
+        if (
+            len(args) == 1
+            and self.look_at_group(group)
+            and self.before_backward(group, prefetch=args[0])
+        ):
             return None
         return wrapped(*args, **kwargs)
 
-    def before_backward(self, group: Any, *, prefetch: bool) -> bool:
-        """``pre_backward``. False, with nothing changed, if torch has to."""
+    def before_backward(self, group: Any, *, prefetch: bool, looked: bool = False) -> bool:
+        """``pre_backward``. False, with nothing changed, if torch has to.
+
+        ``looked``: nothing has run since another group's ``after_backward``.
+        """
         backward = _backward()
         state = group.__dict__.get(ATTRIBUTE)
         if state is not None:
             state.backward = backward
         if group._training_state is self._pre_backward:
             return False
-        self._look_at_backward(backward)
-        steady = self._steady(group)
+        if looked:
+            steady = _kept(group)
+        else:
+            self._look_at_backward(backward)
+            steady = self._steady(group)
         if steady is None or (
             self.release.leaf_accumulates and group._fsdp_params_with_wider_grad_dtype
         ):
@@ -421,7 +444,10 @@ class Stepper:
             elif group._post_forward_indices:
                 index = group._post_forward_indices.pop()
                 if index > 0:
-                    self._prefetch(group, group.comm_ctx.post_forward_order[index - 1])
+                    target = group.comm_ctx.post_forward_order[index - 1]
+                    # What would be left there pending is what there is of it: shared memory.
+                    if _kept(target) is None:
+                        group._prefetch_unshard(target, "backward")
         return True
 
     def is_in_backward(self, group: Any) -> bool:
@@ -560,9 +586,6 @@ class Stepper:
 
     def _unshard(self, group: Any, steady: Steady) -> bool:
         """``unshard`` and ``wait_for_unshard``. False, with nothing changed, if torch has to."""
-        if self._is_patched(group):
-            group.__dict__[ATTRIBUTE].unsettle_step()
-            return False
         pending = group._all_gather_result
         if group._sharded_state is self._unsharded:
             return pending is None
@@ -611,21 +634,6 @@ class Stepper:
                 _register(more, sharded_param)
             fsdp_param.sharded_state = sharded
         group._sharded_state = sharded
-
-    def _prefetch(self, group: Any, target: Any) -> None:
-        """Leave a pending result on the group that backward needs next, as ``unshard`` does."""
-        steady = _kept(target)
-        if steady is not None:
-            with lock:
-                if _kept(target) is steady:
-                    if (
-                        target._all_gather_result is None
-                        and target._sharded_state is self._sharded
-                        and target.unshard_in_backward
-                    ):
-                        target._all_gather_result = steady.pending
-                    return
-        group._prefetch_unshard(target, "backward")
 
 
 _REDUCE = "foreach_reduce"
