@@ -317,56 +317,6 @@ def test_who_patches_between_forward_and_backward_is_called() -> None:
 
 
 @proven_release
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_who_patches_an_object_between_forward_and_backward_is_called(number: int) -> None:
-    """Each of the groups and states that backward comes to first, in its midst, and last."""
-
-    def body() -> None:
-        training = steady_training(make=models.stack_of(depth=3))
-        state = training.module.blocks[number]._get_fsdp_state()
-        (group,) = param_groups(training.module.blocks[number])
-        loss = training.module(torch.ones(2, models.DIM)).sum()
-        seen: list[str] = []
-        for name in ("unshard", "reshard"):
-            wrap(group, name, seen)
-        loss.backward()
-        assert set(seen) == {"unshard", "reshard"}
-        del group.unshard, group.reshard
-        training.sides[1][1].zero_grad()
-        training.step()
-        loss = training.module(torch.ones(2, models.DIM)).sum()
-        seen.clear()
-        wrap(state, "_pre_backward", seen)
-        loss.backward()
-        assert seen == ["_pre_backward"]
-        training.sides[1][1].zero_grad()
-        training.step()
-
-    with_plugin(body)
-
-
-@proven_release
-def test_who_patches_an_object_in_the_midst_of_backward_is_called_from_the_next_pass_on() -> None:
-    def body() -> None:
-        training = steady_training()
-        first, last = training.module.blocks[0], training.module.blocks[-1]
-        (group,) = param_groups(first)
-        seen: list[str] = []
-        output: list[torch.Tensor] = []
-        handle = last.register_forward_hook(lambda *args: output.append(args[2]))
-        loss = training.module(torch.ones(2, models.DIM)).sum()
-        handle.remove()
-        output[0].register_hook(lambda _: wrap(group, "reshard", seen))
-        loss.backward()
-        training.sides[1][1].zero_grad()
-        seen.clear()
-        training.step()
-        assert len(seen) == 2
-
-    with_plugin(body)
-
-
-@proven_release
 def test_who_swaps_code_is_heard() -> None:
     def body() -> None:
         from fsdp_skip1 import patch

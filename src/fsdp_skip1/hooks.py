@@ -30,81 +30,52 @@ _backward = torch._C._current_graph_task_id  # -1 outside
 _compiling = torch.compiler.is_dynamo_compiling  # a constant to who traces
 
 
-# Where a root keeps its ``Below``; gone after ``disable()``.
-_BELOW = ATTRIBUTE + "_below"
-
-
 class Hooks:
     """The hooks that are exchanged while the plugin is on."""
 
     def __init__(self, stepper: Stepper) -> None:
         self._stepper = stepper
         self._roots: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._states: weakref.WeakSet[Any] = weakref.WeakSet()
         self._stopped = False
 
-    def begin_forward(self, root: Any) -> None:
-        """At the first forward of an FSDP2 root, exchange the hooks of all states below it."""
-        below: Below | None = root.__dict__.get(_BELOW)
-        if below is None:
-            with lock:
-                if self._stopped:  # by another thread
-                    return
-                below = root.__dict__[_BELOW] = Below(self._stepper, root)
-                self._roots.add(root)
-        below.look()
+    def take(self, root: Any) -> None:
+        """Exchange the hooks of all states below an FSDP2 root, where they are torch's own."""
+        if root in self._roots:
+            return
+        with lock:
+            if self._stopped:  # by another thread
+                return
+            self._roots.add(root)
+            place = nothing()
+            for state in root._state_ctx.all_states:
+                if len(state._modules) == 1 and len(groups_of(state)) == 1:
+                    self._states.add(state)
+                    state.__dict__[ATTRIBUTE] = ModuleHooks(self._stepper, state, place)
 
     def stop(self) -> None:
         """Put torch's hooks back wherever ours still are, for good."""
         with lock:
             self._stopped = True
-            for root in list(self._roots):
-                below: Below | None = root.__dict__.pop(_BELOW, None)
-                if below is not None:
-                    below.give_back()
+            for state in list(self._states):
+                hooks: ModuleHooks | None = state.__dict__.pop(ATTRIBUTE, None)
+                if hooks is not None:
+                    hooks.give_back()
+            self._states.clear()
             self._roots.clear()
-
-
-class Below:
-    """What is below one root: the hooks of its modules.
-
-    Attributes:
-        place: stands for ``post_backward``, see ``gradients.nothing``.
-        backward: the graph task in which it was last looked at.
-    """
-
-    def __init__(self, stepper: Stepper, root: Any) -> None:
-        self.place = nothing()
-        self.backward = -1
-        self._hooks = [
-            ModuleHooks(stepper, state, self)
-            for state in root._state_ctx.all_states
-            if len(state._modules) == 1 and len(groups_of(state)) == 1
-        ]
-
-    def look(self, backward: int = -1) -> None:
-        """Once for each forward and each backward: has anybody put methods on single objects?
-
-        That takes a fraction of the time when it is done for one after the other.
-        """
-        self.backward = backward
-        for hooks in self._hooks:
-            hooks.look()
-
-    def give_back(self) -> None:
-        for hooks in self._hooks:
-            hooks.give_back()
 
 
 class ModuleHooks:
     """The hooks of one module."""
 
-    def __init__(self, stepper: Stepper, state: Any, below: Below) -> None:
+    def __init__(self, stepper: Stepper, state: Any, place: Callable[..., Any]) -> None:
         self._stepper = stepper
         self._state = state
-        self._below = below
+        self._place = place
         (self._group,) = groups_of(state)
+        # Found before forward, by which nothing has changed after it.
         self._is_torchs = True
-        self._looked = False  # found before forward, by which nothing has changed after it
+        self._looked = False
         module = state._modules[0]
         # On other devices it has to run on the stream of the module's own forward.
         self._on_input = self._before_input() if self._group.device.type == "cpu" else None
@@ -133,10 +104,9 @@ class ModuleHooks:
                 if hook is ours:
                     registry[key] = theirs
 
-    def look(self) -> None:
-        """Has anybody put methods on the state or on its group?"""
+    def _looks_untouched(self) -> bool:
         self._is_torchs = self._stepper.is_torchs(self._state)
-        self._stepper.look_at_group(self._group)
+        return self._is_torchs
 
     # Each hook, when it is traced, has to be torch's, at which torch.compile breaks its graph. As a
     # frame of its own it is passed over, as torch's are. With no frame evaluation set in this
@@ -153,7 +123,7 @@ class ModuleHooks:
             if _compiling() or stepper.aside or frame_callback() is not None:
                 return theirs(module, args, kwargs)
             if (
-                not self._is_torchs
+                not self._looks_untouched()
                 or state._training_state is not states.IDLE
                 or state._is_root is not False
                 or state._state_ctx.iter_forward_root is None
@@ -164,7 +134,7 @@ class ModuleHooks:
             ):
                 return raw(module, args, kwargs)
             state._training_state = states.FORWARD
-            result = stepper.before_forward(group, args, kwargs, on_input, looked=True)
+            result = stepper.before_forward(group, args, kwargs, on_input)
             if result is None:
                 return group.pre_forward(module, args, kwargs)
             self._looked = True
@@ -173,12 +143,12 @@ class ModuleHooks:
         return pre_forward
 
     def _before_input(self) -> Callable[[torch.Tensor], bool]:
-        stepper, group, place = self._stepper, self._group, self._below.place
+        stepper, group, place = self._stepper, self._group, self._place
 
         def post_backward(_: torch.Tensor) -> None:
             if stepper.is_in_backward(group):
                 if not _compiling() and stepper.after_backward(group):
-                    # Next comes the ``pre_backward`` below, and nothing else before it.
+                    # Next comes ``pre_backward`` on the same tensor, and nothing else before it.
                     stepper.looked_in = _backward()
                 else:
                     group.post_backward()
@@ -190,8 +160,7 @@ class ModuleHooks:
 
     def _after_forward(self, theirs: Any, raw: Any) -> Callable[..., Any]:
         stepper, state, group = self._stepper, self._state, self._group
-        states, below = stepper.states, self._below
-        context, place = state._state_ctx, below.place
+        states, context, place = stepper.states, state._state_ctx, self._place
 
         def post_forward(module: Any, inputs: Any, output: Any) -> Any:
             looked = self._looked
@@ -214,16 +183,15 @@ class ModuleHooks:
             return output
 
         def pre_backward(grad: torch.Tensor) -> Any:
-            backward = _backward()
-            looked = stepper.looked_in == backward != -1
+            looked = stepper.looked_in == _backward() != -1
             stepper.looked_in = -1
-            if not looked:
-                if _compiling() or stepper.aside or frame_callback() is not None:
-                    return state._pre_backward(grad)
-                if below.backward != backward or backward == -1:
-                    below.look(backward)
-            if state._states_to_backward_prefetch or not self._is_torchs:
-                return state._pre_backward(grad)
+            if (
+                (not looked and (_compiling() or stepper.aside or frame_callback() is not None))
+                or state._states_to_backward_prefetch
+                or not stepper.is_torchs(state)
+            ):
+                # The one that torch would have put on the tensor in forward.
+                return stepper.torchs_pre_backward(state)(grad)
             state._training_state = states.PRE_BACKWARD
             if not context.post_backward_final_callback_queued:
                 state._register_root_post_backward_final_callback()

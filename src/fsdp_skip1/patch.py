@@ -291,7 +291,9 @@ def _root_pre_forward(point: PatchPoint) -> Wrapping:
         unsharder, stepper = _unsharder, _stepper
         if unsharder is None:
             return _pass_through(point, wrapped, state, args, kwargs)
-        if state._is_root is not False and not torch.compiler.is_compiling():
+        # A pass begins with the root, or with a block that is called by itself.
+        begins = state._is_root is not False or state._state_ctx.iter_forward_root is None
+        if begins and not torch.compiler.is_compiling():
             _look_again()
             _look_for_reload(unsharder)
             if stepper is not None:
@@ -307,7 +309,7 @@ def _root_pre_forward(point: PatchPoint) -> Wrapping:
                 state._device_handle.current_stream().wait_event(event)
         if state._is_root and not torch.compiler.is_compiling():
             if stepper is not None:
-                stepper.hooks.begin_forward(state)
+                stepper.hooks.take(state)
             _tell_of(state)
         return result
 

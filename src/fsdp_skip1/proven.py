@@ -58,7 +58,7 @@ STATE_METHODS = (
     "_register_root_post_backward_final_callback",
     "_root_post_backward_final_callback",
 )
-_SOME_STATE_METHODS = (
+SOME_STATE_METHODS = (
     "_cast_forward_inputs",
     "_cast_output_dtype",
     "_finalize_backward",
@@ -151,7 +151,7 @@ def digest(fsdp2: Fsdp2) -> str | None:
     for owner, names, optional in (
         (fsdp2.group_classes[0], GROUP_METHODS, _LATER_GROUP_METHODS),
         (fsdp2.param_class, PARAM_METHODS, _EARLIER_PARAM_METHODS),
-        (fsdp2.state_class, STATE_METHODS, _SOME_STATE_METHODS),
+        (fsdp2.state_class, STATE_METHODS, SOME_STATE_METHODS),
     ):
         for name in (*names, *optional):
             function = torchs(owner, name)

@@ -51,8 +51,7 @@ if TYPE_CHECKING:
     from fsdp_skip1.unshard import GroupState
 
 _PARAM_METHODS = frozenset(proven.PARAM_METHODS)
-_FINALIZE = "_finalize_backward"
-_STATE_METHODS = frozenset((*proven.STATE_METHODS, _FINALIZE))
+_STATE_METHODS = frozenset((*proven.STATE_METHODS, *proven.SOME_STATE_METHODS))
 _profiling = torch.autograd._profiler_enabled
 _modes = torch._C._len_torch_dispatch_stack  # see ``trims.observed``
 _backward = torch._C._current_graph_task_id  # -1 outside
@@ -152,7 +151,8 @@ class Stepper:
         self.aside = True
         self.hooks = Hooks(self)
         self._backward = -1  # the last backward that was looked at
-        self.looked_in = -1  # the backward in which nothing has run since everything was looked at
+        self.looked_in = -1  # the backward in which nothing has run since all was looked at
+        self._torchs_pre_backward: Any = None
 
     @classmethod
     def of(cls, fsdp2: Fsdp2) -> Stepper | None:
@@ -177,9 +177,9 @@ class Stepper:
     def begin(self) -> None:
         """Remember what is in place now, after everything has been installed."""
         fsdp2 = self._fsdp2
-        state_methods: tuple[str, ...] = proven.STATE_METHODS
-        if not self.release.finalizes_groups:
-            state_methods += (_FINALIZE,)
+        state_class = vars(fsdp2.state_class)
+        of_some_releases = [name for name in proven.SOME_STATE_METHODS if name in state_class]
+        state_methods = (*proven.STATE_METHODS, *of_some_releases)
         owners: tuple[tuple[type, tuple[str, ...]], ...] = (
             (self._cls, proven.GROUP_METHODS),
             (fsdp2.param_class, proven.PARAM_METHODS),
@@ -195,6 +195,7 @@ class Stepper:
         looks += [(vars(owner), operator.itemgetter(*names)) for owner, names in owners]
         looks.append((vars(fsdp2.group_module), operator.itemgetter(_REDUCE)))
         self._watched = [(where, look, look(where)) for where, look in looks]
+        self._torchs_pre_backward = vars(fsdp2.state_class)["_pre_backward"]
         self.look_again()
 
     def stop(self) -> None:
@@ -258,17 +259,17 @@ class Stepper:
         return spec, blank_dtensor(spec, fsdp_param._sharded_param_data)
 
     def _is_patched(self, group: Any) -> bool:
-        """Whether somebody has put a method on this group."""
-        return not vars(group).keys().isdisjoint(self._methods)
-
-    def look_at_group(self, group: Any) -> bool:
-        """Whether nobody has put a method on the group; else the step is torch's from here on."""
-        if not self._is_patched(group):
-            return True
+        """Whether somebody has put a method on this group. If so, its step is torch's for now."""
+        if vars(group).keys().isdisjoint(self._methods):
+            return False
         state = group.__dict__.get(ATTRIBUTE)
         if state is not None:
             state.unsettle_step()
-        return False
+        return True
+
+    def torchs_pre_backward(self, state: Any) -> Any:
+        """The ``_pre_backward`` that torch binds in forward, whatever is put on the state since."""
+        return self._torchs_pre_backward.__get__(state, type(state))
 
     def is_torchs(self, state: Any) -> bool:
         """Whether an FSDP2 state has torch's own methods, with nobody's on top."""
@@ -324,15 +325,12 @@ class Stepper:
         inputs: tuple[Any, ...],
         keywords: dict[str, Any],
         on_input: Callable[[torch.Tensor], bool] | None = None,
-        *,
-        looked: bool = False,
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """``pre_forward``. None, with nothing changed, if torch has to.
 
         ``on_input`` may have a hook on the input call ``post_backward``, instead of a node.
-        ``looked``: ``look_at_group`` did, in this pass.
         """
-        steady = self._steady(group) if looked or self.look_at_group(group) else None
+        steady = self._steady(group)
         if steady is None or not self._unshard(group, steady):
             return None
         entering = group._training_state is not self._forward
@@ -406,11 +404,7 @@ class Stepper:
     def pre_backward(
         self, wrapped: Any, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if (
-            len(args) == 1
-            and self.look_at_group(group)
-            and self.before_backward(group, prefetch=args[0])
-        ):
+        if len(args) == 1 and self.before_backward(group, prefetch=args[0]):
             return None
         return wrapped(*args, **kwargs)
 
@@ -444,10 +438,7 @@ class Stepper:
             elif group._post_forward_indices:
                 index = group._post_forward_indices.pop()
                 if index > 0:
-                    target = group.comm_ctx.post_forward_order[index - 1]
-                    # What would be left there pending is what there is of it: shared memory.
-                    if _kept(target) is None:
-                        group._prefetch_unshard(target, "backward")
+                    self._prefetch(group, group.comm_ctx.post_forward_order[index - 1])
         return True
 
     def is_in_backward(self, group: Any) -> bool:
@@ -465,6 +456,8 @@ class Stepper:
     def after_backward(self, group: Any) -> bool:
         """``post_backward``. False if torch has to, perhaps for some parameters only."""
         self._look_at_backward(_backward())
+        if self._is_patched(group):
+            return False
         steady = self._steady(group)
         if steady is None or not self._may_hand_over(group, steady):
             return False
@@ -586,6 +579,8 @@ class Stepper:
 
     def _unshard(self, group: Any, steady: Steady) -> bool:
         """``unshard`` and ``wait_for_unshard``. False, with nothing changed, if torch has to."""
+        if self._is_patched(group):
+            return False
         pending = group._all_gather_result
         if group._sharded_state is self._unsharded:
             return pending is None
@@ -634,6 +629,21 @@ class Stepper:
                 _register(more, sharded_param)
             fsdp_param.sharded_state = sharded
         group._sharded_state = sharded
+
+    def _prefetch(self, group: Any, target: Any) -> None:
+        """Leave a pending result on the group that backward needs next, as ``unshard`` does."""
+        steady = _kept(target)
+        if steady is not None and not self._is_patched(target):
+            with lock:
+                if _kept(target) is steady:
+                    if (
+                        target._all_gather_result is None
+                        and target._sharded_state is self._sharded
+                        and target.unshard_in_backward
+                    ):
+                        target._all_gather_result = steady.pending
+                    return
+        group._prefetch_unshard(target, "backward")
 
 
 _REDUCE = "foreach_reduce"

@@ -167,7 +167,9 @@ def _post_backward_function(fsdp2: Fsdp2) -> list[Patch]:
             return inputs, keywords
         if as_view and may_be_viewed(found) and not observed():
             ((key, tensor),) = found
-            return with_inputs(inputs, keywords, [(key, view_before(group.post_backward, tensor))])
+            return with_inputs(
+                inputs, keywords, [(key, view_before(lambda: group.post_backward(), tensor))]
+            )
         outputs = PostBackward.apply(group, *[tensor for _, tensor in found])
         return with_inputs(inputs, keywords, zip((key for key, _ in found), outputs))
 
