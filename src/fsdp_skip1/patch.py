@@ -292,7 +292,8 @@ def _root_pre_forward(point: PatchPoint) -> Wrapping:
         if unsharder is None:
             return _pass_through(point, wrapped, state, args, kwargs)
         # A pass begins with the root, or with a block that is called by itself.
-        begins = state._is_root is not False or state._state_ctx.iter_forward_root is None
+        running = getattr(state._state_ctx, "iter_forward_root", state)
+        begins = state._is_root is not False or running is None
         if begins and not torch.compiler.is_compiling():
             _look_again()
             _look_for_reload(unsharder)
