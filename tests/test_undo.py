@@ -670,6 +670,7 @@ def test_toggled_by_another_thread_at_every_line_of_a_step() -> None:
 
         tried: set[Place] = set()
         files: set[str] = set()
+        missed = 0
         for name in OPTIONS:
             settings = options(name)
             settings["mesh"] = altered.new_mesh(settings.get("mesh", (1,)))
@@ -693,6 +694,8 @@ def test_toggled_by_another_thread_at_every_line_of_a_step() -> None:
                     losses = altered.train_more(model, 2)
                 found = (losses == stock, heard.all, altered.leftovers(), left_on(model))
                 assert found == (True, [], [], []), (name, place, when)
+                missed += not toggle.reached
+        assert missed < len(tried) / 20  # what runs now and then only
         expected = {"patch.py", "reduce.py", "unshard.py"}
         if patch.steps_in_one_piece():
             expected |= {"gradients.py", "hooks.py", "roots.py", "steady.py"}
@@ -725,7 +728,9 @@ class Toggle:
         import fsdp_skip1
 
         self._watching.__exit__(None, None, None)
-        self._thread.join(20)
+        self.reached = self._thread.ident is not None
+        if self.reached:
+            self._thread.join(20)
         assert not self._thread.is_alive() and self._error is None, self._error
         fsdp_skip1.disable()
 
