@@ -9,6 +9,7 @@ from support import models, warmup
 from support.arms import param_groups, seed_everything
 from support.features import proven_release
 from support.ranks import with_plugin
+from support.shards import shard_blocks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -198,8 +199,7 @@ def test_patches_are_called_as_in_stock(
         model = Model(tuples=moment is behind_a_tuple)
         for block in model.blocks:
             fully_shard(block.inner, mesh=mesh)
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        shard_blocks(model, mesh=mesh)
         for _ in range(2):
             model(batch()).sum().backward()
             model.zero_grad()

@@ -712,6 +712,7 @@ class Toggle:
 
     def __init__(self, place: Place, when: int, *, again: bool) -> None:
         self._again = again
+        self.reached = False
         self._seen = 0
         self._thread = threading.Thread(target=self._toggle, daemon=True)
         self._error: BaseException | None = None

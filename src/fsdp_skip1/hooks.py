@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from fsdp_skip1.steady import Stepper
 
-_backward = torch._C._current_graph_task_id  # -1 outside
 _compiling = torch.compiler.is_dynamo_compiling  # a constant to who traces
 
 
@@ -144,14 +143,11 @@ class ModuleHooks:
 
     def _before_input(self) -> Callable[[torch.Tensor], bool]:
         stepper, group, place = self._stepper, self._group, self._place
+        after_backward = stepper.after_backward_of(group)
 
         def post_backward(_: torch.Tensor) -> None:
             if stepper.is_in_backward(group):
-                if not _compiling() and stepper.after_backward(group):
-                    # Next comes ``pre_backward`` on the same tensor, and nothing else before it.
-                    stepper.looked_in = _backward()
-                else:
-                    group.post_backward()
+                after_backward()
 
         def on_input(tensor: torch.Tensor) -> bool:
             return before_input(tensor, post_backward, place)
@@ -160,7 +156,7 @@ class ModuleHooks:
 
     def _after_forward(self, theirs: Any, raw: Any) -> Callable[..., Any]:
         stepper, state, group = self._stepper, self._state, self._group
-        states, context, place = stepper.states, state._state_ctx, self._place
+        states, place = stepper.states, self._place
 
         def post_forward(module: Any, inputs: Any, output: Any) -> Any:
             looked = self._looked
@@ -183,19 +179,18 @@ class ModuleHooks:
             return output
 
         def pre_backward(grad: torch.Tensor) -> Any:
-            looked = stepper.looked_in == _backward() != -1
-            stepper.looked_in = -1
             if (
-                (not looked and (_compiling() or stepper.aside or frame_callback() is not None))
+                _compiling()
+                or stepper.aside
+                or frame_callback() is not None
                 or state._states_to_backward_prefetch
                 or not stepper.is_torchs(state)
             ):
                 # The one that torch would have put on the tensor in forward.
                 return stepper.torchs_pre_backward(state)(grad)
             state._training_state = states.PRE_BACKWARD
-            if not context.post_backward_final_callback_queued:
-                state._register_root_post_backward_final_callback()
-            if not stepper.before_backward(group, prefetch=True, looked=looked):
+            state._register_root_post_backward_final_callback()
+            if not stepper.before_backward(group, prefetch=True):
                 group.pre_backward(True)
             return None  # the gradient stays
 

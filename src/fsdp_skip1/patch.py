@@ -62,14 +62,9 @@ _changing = threading.RLock()
 _WAIT = "wait_for_unshard"
 _ESSENTIAL = ("unshard", _WAIT, "foreach_reduce")
 
-
-def _new_lock() -> None:
-    global _changing
-    _changing = threading.RLock()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_new_lock)
+    # As with ``unshard.lock``.
+    os.register_at_fork(after_in_child=_changing._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def install(*, zero_copy: bool) -> bool:

@@ -49,36 +49,29 @@ def end_backward(stepper: Stepper, state: Any) -> bool:
     if release.leaf_accumulates and context.manual_backward_finalization_active is not False:
         return False
     communication = state._comm_ctx
+    every = [(each, groups_of(each)) for each in context.all_states]
     # Where all hand their gradients over, nobody leaves anything on another stream to wait for.
-    if getattr(communication, release.inputs):
+    if getattr(communication, release.inputs) or not all(
+        stepper.hands_over(group) for _, groups in every for group in groups
+    ):
         return False
-    every = []
-    for each in context.all_states:
-        groups = groups_of(each)
-        every.append((each, groups))
-        for group in groups:
-            if not stepper.hands_over(group):
-                return False
-    finalizes_groups = release.finalizes_groups
-    leaf_accumulates = release.leaf_accumulates
-    idle, post_backward = states.IDLE, states.POST_BACKWARD
-    if finalizes_groups:
+    if release.finalizes_groups:
         context.iter_forward_root = None
     for each, groups in every:
-        if finalizes_groups:
+        if release.finalizes_groups:
             each._modules_to_run_forward.clear()
         for group in reversed(groups):
-            if group._training_state is not post_backward:
+            if group._training_state is not states.POST_BACKWARD:
                 group.post_backward()  # of modules whose inputs need no gradient
-            group._training_state = idle
-        each._training_state = idle
-        if not finalizes_groups and each._modules_to_run_forward:
+            group._training_state = states.IDLE
+        each._training_state = states.IDLE
+        if not release.finalizes_groups and each._modules_to_run_forward:
             each._finalize_backward()  # warns
-        elif not leaf_accumulates:
+        elif not release.leaf_accumulates:
             for group in groups:
                 if not stepper.finish_backward(group):
                     group.finalize_backward()
-    if leaf_accumulates:
+    if release.leaf_accumulates:
         state.wait_for_gradient_reduction()
     else:
         communication.post_forward_order.clear()

@@ -151,7 +151,6 @@ class Stepper:
         self.aside = True
         self.hooks = Hooks(self)
         self._backward = -1  # the last backward that was looked at
-        self.looked_in = -1  # the backward in which nothing has run since all was looked at
         self._torchs_pre_backward: Any = None
 
     @classmethod
@@ -408,22 +407,16 @@ class Stepper:
             return None
         return wrapped(*args, **kwargs)
 
-    def before_backward(self, group: Any, *, prefetch: bool, looked: bool = False) -> bool:
-        """``pre_backward``. False, with nothing changed, if torch has to.
-
-        ``looked``: nothing has run since another group's ``after_backward``.
-        """
+    def before_backward(self, group: Any, *, prefetch: bool) -> bool:
+        """``pre_backward``. False, with nothing changed, if torch has to."""
         backward = _backward()
         state = group.__dict__.get(ATTRIBUTE)
         if state is not None:
             state.backward = backward
         if group._training_state is self._pre_backward:
             return False
-        if looked:
-            steady = _kept(group)
-        else:
-            self._look_at_backward(backward)
-            steady = self._steady(group)
+        self._look_at_backward(backward)
+        steady = self._steady(group)
         if steady is None or (
             self.release.leaf_accumulates and group._fsdp_params_with_wider_grad_dtype
         ):
